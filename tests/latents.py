@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardBatch
-from quire.layers.mla import LatentAttention
+from quire.layers.mla import LatentAttention, LatentExpansion
 from quire.layers.norm import RMSNorm, make_rms
 from quire.layers.rope import Rope, Rotation
 from quire.layers.rope_params import RopeParams
@@ -26,14 +26,19 @@ class LatentCase:
     batch: ForwardBatch
     old: torch.Tensor
     q: torch.Tensor
-    rotary: torch.Tensor
     entries: torch.Tensor
     rotation: Rotation
 
     def run(self) -> torch.Tensor:
-        """Attend with copies of the inputs, and return the rows of real tokens."""
+        """Attend, and return the rows of real tokens."""
         tokens = sum(new for _, new in self.rows)
-        return self.layer(self.q.clone(), self.rotary, self.entries, self.rotation, self.batch)[:tokens]
+        return self.layer(self.q, self.entries, self.rotation, self.batch)[:tokens]
+
+    def prepared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated queries, and the normed and rotated entries."""
+        q = self.q.clone()
+        rotary = q[..., self.layer.expansion.content_dim :].clone()
+        return q, self.layer.prepare(q, rotary, self.entries, self.rotation)
 
 
 def norm_of(weight: torch.Tensor, eps: float = 1e-6) -> RMSNorm:
@@ -50,6 +55,8 @@ def latent_case(
     heads: int = 4,
     rank: int = 32,
     rotary: int = 16,
+    content: int = 24,
+    value: int = 20,
     block_size: int = 16,
     interleaved: bool = True,
     slack: int = 0,
@@ -57,7 +64,7 @@ def latent_case(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LatentCase:
-    """Draw a case; `slack` and `unused` are those of `make_case`."""
+    """Draw a case; `slack` and `unused` are those of `make_case`, `content` and `value` the sizes of a head."""
     torch.manual_seed(seed)
     dim = rank + rotary
     case = make_case(
@@ -79,33 +86,48 @@ def latent_case(
     params = RopeParams(theta=10000.0, interleaved=interleaved)
     env = SimpleNamespace(attention=backend)
     kv = KVLayout((KVTensor(1, dim, str(dtype).removeprefix("torch.")),))
-    layer = LatentAttention(env, 0, heads, kv, rank, dim**-0.5, norm_of(weight), params.span(rotary))
-    # Entries and the rotated part of queries are slices of wider rows, as fused projections leave them.
+    weight_kv = (torch.randn(heads * (content + value), rank, device=device) / rank**0.5).to(dtype)
+    expansion = LatentExpansion.of_weight(weight_kv, content, rotary, value)
+    scale, span = (content + rotary) ** -0.5, params.span(rotary)
+    layer = LatentAttention(env, 0, heads, kv, expansion, scale, norm_of(weight), span)
+    # Entries and queries are slices of wider rows, as fused projections leave them.
     wide = torch.randn(count, 8 + dim, device=device).to(dtype)
-    wide_q = torch.randn(count, heads, 8 + rotary, device=device).to(dtype)
-    q = case.q.clone()
-    q[..., rank:] = float("nan")  # undefined
+    wide_q = torch.randn(count, 8 + heads * (content + rotary), device=device).to(dtype)
+    for tensor in (wide, wide_q):
+        tensor[sum(new for _, new in rows) :] = float("nan")  # so that reading them shows
+    q = wide_q[:, 8:].unflatten(1, (heads, -1))
     longest = int(batch.positions.max()) + 1
     rope = Rope(params, rotary, longest, torch.device(device), dtype)
-    return LatentCase(layer, rows, batch, old, q, wide_q[..., 8:], wide[:, 8:], rope.lookup(batch.positions))
+    return LatentCase(layer, rows, batch, old, q, wide[:, 8:], rope.lookup(batch.positions))
 
 
 def latent_oracle(case: LatentCase) -> torch.Tensor:
-    """Compute latent attention in float64, [tokens, heads * rank]."""
+    """Compute latent attention over expanded keys and values in float64, [tokens, heads * value dim]."""
     layer, batch, out, at = case.layer, case.batch, [], 0
-    q = case.q.clone()
-    entries = layer.prepare(q, case.rotary, case.entries, case.rotation).double()
+    q, entries = (x.double() for x in case.prepared())
     for row, (old, new) in enumerate(case.rows):
         seen = torch.arange(old, device=q.device)
         table = batch.block_table[batch.slots[row]]
         slots = table[seen // batch.block_size] * batch.block_size + seen % batch.block_size
-        keys = torch.cat([case.old[slots].double(), entries[at : at + new]])
-        scores = torch.einsum("qhd,kd->hqk", q[at : at + new].double(), keys) * layer.scale
+        found = torch.cat([case.old[slots].double(), entries[at : at + new]])
         key = torch.arange(old + new, device=q.device)
-        scores.masked_fill_(key > key[old:, None], float("-inf"))
-        out.append(torch.einsum("hqk,kd->qhd", scores.softmax(-1), keys[:, : layer.rank]))
+        out.append(attend_written_out(layer, q[at : at + new], found, key <= key[old:, None]))
         at += new
-    return torch.cat(out).flatten(1)
+    return torch.cat(out)
+
+
+def attend_written_out(
+    layer: LatentAttention, q: torch.Tensor, entries: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Return attention of float64 queries over the entries that `mask` [queries, entries] shows."""
+    expansion, heads = layer.expansion, layer.num_heads
+    weight = expansion.weight.double().view(heads, -1, layer.rank)
+    k, v = torch.einsum("hwr,kr->khw", weight, entries[:, : layer.rank]).split(
+        [expansion.content_dim, expansion.value_dim], 2
+    )
+    k = torch.cat((k, entries[:, None, layer.rank :].expand(-1, heads, -1)), 2)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v).flatten(1)
 
 
 def check_latents(case: LatentCase) -> None:
@@ -116,7 +138,7 @@ def check_latents(case: LatentCase) -> None:
     tokens = len(want)
     written = case.batch.kv[0][0].reshape(-1, case.layer.dim)
     expected = case.old.clone()
-    entries = case.layer.prepare(case.q.clone(), case.rotary, case.entries, case.rotation)
+    entries = case.prepared()[1]
     expected[case.batch.kv_slots[:tokens]] = entries[:tokens]
     ulp = torch.finfo(case.q.dtype).eps
     torch.testing.assert_close(written.float(), expected.float(), rtol=4 * ulp, atol=16 * ulp)

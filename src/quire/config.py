@@ -252,10 +252,12 @@ class EngineConfig:
     prefill_attention: PrefillAttention = _kernels(
         "auto",
         "back end for rows of several new tokens: auto is that of attention; reference gathers keys and values for each "
-        "row; library is PyTorch's FlashAttention over gathered rows, on a GPU; triton",
+        "row; library is PyTorch's FlashAttention over gathered rows, on a GPU; triton; with latent attention absorbed reads "
+        "latents as they are, expanded computes keys and values from them where that takes fewer operations",
     )
     decode_attention: DecodeAttention = _kernels(
-        "auto", "back end for rows of one new token: the same values, and cpu for the C kernel"
+        "auto",
+        "back end for rows of one new token: auto, reference, library, triton, or cpu for the C kernel",
     )
     decode_splits: int | None = _kernels(
         None,

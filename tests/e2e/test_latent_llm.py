@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.attention import expanded_reference
+from quire.attention.expansion_rule import ExpansionRule
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference model")
 SIZES: dict[str, Any] = {
@@ -46,21 +49,7 @@ def expected(folder: Path) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_num_batched_tokens": 7, "block_size": 4},
-        {"kv_cache_memory": 18 * 4 * ENTRY_BYTES, "block_size": 4, "max_num_batched_tokens": 16},
-        {"kv_layout": "contiguous", "overlap": False},
-        {"kv_layout": "none"},
-        {"attention": "reference", "cpu_kernels": False},
-    ],
-    ids=str,
-)
-def test_tokens_do_not_depend_on_the_schedule(
-    folder: Path, expected: list[list[int]], settings: dict[str, Any]
-) -> None:
+def check_tokens(folder: Path, expected: list[list[int]], settings: dict[str, Any]) -> None:
     with LLM(
         str(folder), max_model_len=64, skip_tokenizer_init=True, check_invariants=True, **settings
     ) as llm:
@@ -73,3 +62,51 @@ def test_tokens_do_not_depend_on_the_schedule(
         assert bool(totals.cached_tokens) == paged
         info, layers = llm.client.info, 3 if settings.get("kv_layout") != "none" else 1
         assert info.block_bytes == info.block_size * ENTRY_BYTES * layers // 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 7, "block_size": 4},
+        {"kv_cache_memory": 18 * 4 * ENTRY_BYTES, "block_size": 4, "max_num_batched_tokens": 16},
+        {"kv_layout": "contiguous", "overlap": False},
+        {"kv_layout": "none"},
+        {"attention": "reference", "cpu_kernels": False, "prefill_attention": "absorbed"},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_schedule(
+    folder: Path, expected: list[list[int]], settings: dict[str, Any]
+) -> None:
+    check_tokens(folder, expected, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 7, "block_size": 4},
+        {"kv_cache_memory": 18 * 4 * ENTRY_BYTES, "block_size": 4, "max_num_batched_tokens": 16},
+        {"kv_layout": "none", "prefill_attention": "expanded"},
+        {"spec_method": "ngram", "max_num_batched_tokens": 11},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_which_rows_expand(
+    folder: Path, expected: list[list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, cached prefixes and drafts attend to expanded latents, in pieces of 5, beside rows that are absorbed."""
+    pasts, mixed = [], []
+
+    def rows(self: ExpansionRule, new: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        found = new > 1
+        pasts.extend((lengths - new)[found].tolist())
+        mixed.append(bool(found.any() and not found.all()))
+        return found
+
+    monkeypatch.setattr(ExpansionRule, "rows", rows)
+    monkeypatch.setattr(expanded_reference, "_PIECE_NUMBERS", 1)
+    monkeypatch.setattr(expanded_reference, "_LEAST_KEYS", 5)
+    check_tokens(folder, expected, settings)
+    assert any(mixed) == (settings.get("kv_layout") != "none")
+    assert any(pasts) == (settings.get("kv_layout") != "none")

@@ -30,7 +30,17 @@ from triton.runtime import driver, jit
 from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, collective, ngram, norm, rope, sum_and_norm, two_trip
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, latent, long, shared, short, sparse, tile
+from quire.kernels.attention import (
+    expanded,
+    kv_write,
+    latent,
+    latent_write,
+    long,
+    shared,
+    short,
+    sparse,
+    tile,
+)
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
@@ -110,7 +120,7 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     zeros = partial(torch.zeros, dtype=dtype)
     heads, rank, rotary = model.heads, model.rank, model.dim - model.rank
     q, entries, out = zeros(64, heads, model.dim), zeros(9, 16, model.dim), zeros(64, heads * rank)
-    latent.store_latent(
+    latent_write.store_latent(
         q, q[..., rank:], q[:, 0], zeros(rank), 1e-6, longs(64), zeros(99, rotary), 1, entries, longs(64)
     )
     for splits in (64, 1):
@@ -125,6 +135,21 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     sparse.attend_chosen(q, entries, out, chosen, *where, 0.1)
     few = longs(1), longs(1), ints(64, 256)
     sparse.attend_chosen(q[:1], entries, out[:1], chosen[:1], *few, 0.1)
+
+
+def expanded_latents(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    """Launch the kernel of expanded latents for heads of DeepSeek, and of GLM-4.7-Flash, whose are the widest."""
+    if not model.rank:
+        return
+    zeros, rotary = partial(torch.zeros, dtype=dtype), model.dim - model.rank
+    for content, value in ((128, 128), (192, 256)):
+        q, out = zeros(64, model.heads, content + rotary), zeros(64, model.heads, value)
+        carried = torch.zeros(out.shape), torch.zeros(64, model.heads, 2)
+        for sums in (carried, None):
+            expanded.attend_expanded_tiles(
+                q, zeros(64, model.heads, content + value), zeros(64, model.dim)[:, model.rank :], out, sums, ints(8),
+                ints(9, 8), 0.1,
+            )  # fmt: skip
 
 
 def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -405,6 +430,7 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
     coded_attention,
     latent_attention,
+    expanded_latents,
     layers,
     few_rows,
     quantised,

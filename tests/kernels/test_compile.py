@@ -60,6 +60,22 @@ def test_kernels_fit_in_shared_memory(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_the_kernel_of_expanded_latents_assembles(tmp_path: Path) -> None:
+    options = (
+        "--models",
+        "DeepSeek V2 Lite",
+        "--dtypes",
+        "half",
+        "--targets",
+        "90",
+        "--parts",
+        "expanded_latents",
+    )
+    done = compile_all(tmp_path, *options, "--binary")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "_expanded_kernel" in done.stdout
+
+
 def test_kernels_of_codes_in_the_cache_compile(tmp_path: Path) -> None:
     """Their launches come after those that a sample takes, so they are compiled on their own."""
     options = (

@@ -6,8 +6,10 @@ Without a GPU they run in Triton's interpreter. On a GPU the batches are larger,
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from targets import TARGETS
@@ -17,6 +19,9 @@ from ragged import Rows
 
 pytest.importorskip("triton")
 
+from quire.attention.expanded_triton import ExpandedSizes, ExpandedTriton, _packed
+from quire.attention.expanding import ExpandingAttention
+from quire.attention.expansion_rule import ExpansionRule
 from quire.attention.triton import TritonAttention
 from quire.kernels.attention import latent
 from quire.kernels.attention.latent import latent_splits, latent_tokens
@@ -72,7 +77,48 @@ def test_rows_that_are_not_split_interpreted(seed: int, monkeypatch: pytest.Monk
     check_latents(make(seed, random_rows(rng, 150, [1, 1, 9], 5), **drawn(rng)))
 
 
-def check_spoilt(seed: int, rows: Rows, **options: Any) -> None:
+class LongerThanTwo(ExpansionRule):
+    """Rows with more than two new tokens expand."""
+
+    def rows(self, new: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return new > 2
+
+
+def expanding(seed: int, rows: Rows, most_keys: int, **options: Any) -> LatentCase:
+    """Return a case whose long rows expand, at most `most_keys` keys at a time."""
+    options = {"heads": 4, "content": 24, "rotary": 16, "value": 20, "dtype": torch.float32, **options}
+    widths = [options[name] for name in ("heads", "content", "rotary", "value")]
+    sizes = ExpandedSizes(*widths, options["dtype"].itemsize)
+    expanded = ExpandedTriton(sizes, most_keys * sizes.key_bytes)
+    backend = ExpandingAttention(TritonAttention(), expanded, LongerThanTwo(0, 0, 0, 0))
+    return latent_case(seed, backend, rows, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_expand_interpreted(seed: int) -> None:
+    rng = random.Random(400 + seed)
+    options = {**drawn(rng), "content": rng.choice([16, 20, 40]), "value": rng.choice([8, 16, 24])}
+    options |= {"heads": rng.choice([1, 2]), "slack": rng.choice([0, 3])}
+    options["dtype"] = torch.float16 if seed % 3 == 2 else torch.float32  # the interpreter pads no bfloat16
+    rows = random_rows(rng, 60, [1, 2, 9, 33], 3)
+    check_latents(expanding(seed, [*rows, (rng.choice([0, 50]), 21)], rng.choice([1000, 30, 64]), **options))
+
+
+def test_pieces_cover_all_keys_once_and_rows_are_cut_at_fixed_places() -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        lengths = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 9))]
+        most = rng.randrange(1, 50)
+        pieces = list(_packed(lengths, most))
+        assert all(0 < sum(count for _, _, count in piece) <= most for piece in pieces)
+        assert [
+            (row, first + i) for piece in pieces for row, first, count in piece for i in range(count)
+        ] == [(row, key) for row, length in enumerate(lengths) for key in range(length)]
+        assert all(first % most == 0 for piece in pieces for _, first, _ in piece)
+
+
+def check_spoilt(seed: int, rows: Rows, make: Callable[..., LatentCase] = make, **options: Any) -> None:
     """Tokens that see a non-finite entry become NaN, and no other result changes."""
     clean, case = make(seed, rows, **options).run(), make(seed, rows, **options)
     row = random.Random(seed).randrange(len(rows))
@@ -93,6 +139,14 @@ def check_spoilt(seed: int, rows: Rows, **options: Any) -> None:
 def test_what_is_not_finite_reaches_only_those_who_see_it(seed: int) -> None:
     rng = random.Random(300 + seed)
     check_spoilt(seed, random_rows(rng, 60, [1, 2, 9], 4), heads=3, block_size=rng.choice([1, 5, 16]))
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(2))
+def test_of_rows_that_expand_what_is_not_finite_reaches_only_those_who_see_it(seed: int) -> None:
+    rng = random.Random(500 + seed)
+    rows = [(20, 1), (rng.randrange(30), 9), (0, 12)]
+    check_spoilt(seed, rows, expanding, most_keys=(16, 100)[seed], heads=2)
 
 
 @pytest.mark.parametrize("capability", TARGETS)
@@ -134,6 +188,17 @@ def test_random_batches(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     rows = random_rows(rng, 900, [1, 1, 2, 9, 300], 20)
     check_latents(make(seed, rows, slack=rng.choice([0, 3]), device="cuda", dtype=dtype, **drawn(rng)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("most_keys", [700, 1 << 14])
+def test_rows_that_expand(most_keys: int, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        rows = random_rows(rng, 1500, [1, 2, 9, 300, 700], 6)
+        options = {"heads": 16, "rank": 512, "rotary": 64, "content": 128, "value": 128, "device": "cuda"}
+        check_latents(expanding(seed, rows, most_keys, slack=seed, dtype=dtype, **options))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from latents import latent_case, relative, tolerance
+from latents import attend_written_out, latent_case, relative, tolerance
 from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 
@@ -40,9 +40,8 @@ def compare(
     layer = SimpleNamespace(index=0, kv=None, dim=dim, top_k=top_k)
     chosen = backend.choose(layer, q, keys, weights, batch)
     assert chosen is not None and chosen.dtype == torch.int32 and chosen.shape == (count, top_k)
-    got = case.layer(case.q.clone(), case.rotary, case.entries, case.rotation, batch, chosen)
-    queries = case.q.clone()
-    entries = case.layer.prepare(queries, case.rotary, case.entries, case.rotation)
+    got = case.layer(case.q, case.entries, case.rotation, batch, chosen)
+    queries, entries = case.prepared()
     at = 0
     for row, (before, new) in enumerate(ROWS):
         seen = torch.arange(before, device=device)
@@ -58,8 +57,9 @@ def compare(
             assert (scores[found] >= least - 1e-2 * scores.abs().max()).all()
             if dtype == torch.float32:
                 assert set(found.tolist()) == set(scores.topk(len(found)).indices.tolist())
-            products = queries[token].double() @ all_entries[found].T * case.layer.scale
-            want = (products.softmax(-1) @ all_entries[found, : case.layer.rank]).flatten()
+            seen = torch.ones(1, len(found), dtype=torch.bool, device=device)
+            query = queries[token : token + 1].double()
+            want = attend_written_out(case.layer, query, all_entries[found], seen)[0]
             assert relative(got[token], want) < tolerance(dtype)
         at += new
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.attention import reference
+from quire.attention import gathered, reference
 from quire.attention.reference import ReferenceAttention
 from quire.layers import rope
 from quire.layers.rope import Rope
@@ -68,7 +68,7 @@ def test_prompts_without_a_past_have_few_shapes() -> None:
     sizes = set[int]()
     for tokens in range(33, 2049):
         q, kv = (torch.empty(1, heads, tokens, 1, dtype=torch.bfloat16) for heads in (2, 1))
-        padded_q, padded_k, _, mask = reference.pad_shapes(q, kv, kv, None, causal=True)
+        padded_q, padded_k, _, mask = gathered.pad_shapes(q, kv, kv, None, causal=True)
         assert padded_q.shape[2] == padded_k.shape[2] and mask is None
         sizes.add(padded_k.shape[2])
         assert tokens <= padded_k.shape[2] < tokens + (16 if tokens <= 256 else 64)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.sampling.columns import LogitRows
 from quire.types import StepPlan
 from quire.worker.launch.graphs import CudaGraphs
@@ -33,7 +34,14 @@ def padded(shape: StepShape) -> DeviceStep:
 class Graphs(CudaGraphs):
     """Launcher without a device: it lists what it runs, captures and replays."""
 
-    def __init__(self, max_rows: int, max_tokens: int, full_tokens: int, max_graphs: int = 99) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        full_tokens: int,
+        max_graphs: int = 99,
+        rule: ExpansionRule = NO_EXPANSION,
+    ) -> None:
         self.done: list[tuple[str, Any]] = []
         self.has_memory = True
         limits = GraphLimits(
@@ -52,7 +60,7 @@ class Graphs(CudaGraphs):
             choose=lambda logits, *more: self.done.append(("choose", len(logits))),
         )
         self._batcher = SimpleNamespace(open=opened, padded=padded, advance=lambda step, tokens: tokens)
-        self._stages = StageFunctions(None, self._batcher, sampler)
+        self._stages = StageFunctions(None, self._batcher, sampler, rule=rule)
 
     def _run(self, shape: StepShape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
@@ -96,6 +104,15 @@ def test_a_shape_is_captured_when_it_first_occurs() -> None:
     assert steps.step(1, 104) == [("replay", (8, 112))]
     assert steps.step(8000, 192) == [("run", (8, 8192)), ("capture", (8, 8192))]
     assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
+
+
+def test_steps_with_rows_that_expand_latents_run_eagerly() -> None:
+    least = ExpansionRule(16, 512, 128, 128).saved(np.array([500]), np.array([500]))[0]
+    steps = Graphs(64, 2048, 8192, rule=ExpansionRule(16, 512, 128, 128, least))
+    assert steps.step(500, 1) == [("run", (8, 512)), ("capture", (8, 512))]
+    assert steps.step(501, 1) == steps.step(501) == [("eager", None)]
+    assert steps.step(300, 200) == [("replay", (8, 512))]
+    assert steps.step(1, 1) == [("run", (2, 2)), ("capture", (2, 2))]
 
 
 def test_shapes_beyond_the_most_run_eagerly() -> None:

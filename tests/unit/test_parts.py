@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.assembly.latents import with_expansion
 from quire.assembly.parts import pick_attention_parts
 from quire.attention.by_rows import ByRowsAttention
+from quire.attention.expansion_rule import GPU_LEAST_SAVED, NO_EXPANSION, ExpansionRule
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.activation import ACTIVATIONS
 from quire.layers.norm import make_layer_norm, make_rms
 from quire.layers.written_out import WRITTEN_OUT, layer_norm_written_out, rms_norm_written_out
-from quire.models.spec import ModelSpec
+from quire.models.spec import IndexSpec, LatentSpec, ModelSpec
 from quire.types import ConfigError
 from ragged import Layer, check, make_case
 from tiny import CONFIG, write_tiny
@@ -144,6 +148,35 @@ def test_parts_of_a_cpu() -> None:
             pick(**settings)
     with pytest.raises(ConfigError, match="decode_attention must be one of"):
         EngineConfig(decode_attention="flash")
+
+
+def test_rows_of_prompts_expand_latents() -> None:
+    def rule(spec: ModelSpec, device: torch.device = CPU, **settings: Any) -> ExpansionRule:
+        config = EngineConfig(device="cpu", **settings)
+        absorbed = ReferenceAttention()
+        return with_expansion(
+            absorbed, config.prefill_attention, spec, device, torch.float32, config.tensor_parallel_size
+        ).rule
+
+    latent = LatentSpec(query_rank=None, rank=64, content_dim=16, rotary_dim=8, value_dim=24)
+    spec = replace(SPEC, latent=latent)
+    for settings in ({}, {"prefill_attention": "expanded"}):
+        assert rule(spec, **settings) == ExpansionRule(spec.num_heads, 64, 16, 24)
+    assert rule(spec, torch.device("cuda")) == ExpansionRule(spec.num_heads, 64, 16, 24, GPU_LEAST_SAVED)
+    assert rule(spec, tensor_parallel_size=2).heads == spec.num_heads // 2
+    assert rule(spec, prefill_attention="absorbed") is NO_EXPANSION
+    assert (
+        pick_attention_parts(EngineConfig(device="cpu"), spec, CPU, torch.float32, None).rule
+        is not NO_EXPANSION
+    )
+    index = IndexSpec(heads=2, dim=8, top_k=4, interleaved=True, layers=(True,) * spec.num_layers)
+    chooses = replace(spec, latent=replace(latent, index=index))
+    assert rule(chooses) is NO_EXPANSION
+    with pytest.raises(ConfigError, match="chooses them for each query; use absorbed"):
+        rule(chooses, prefill_attention="expanded")
+    for way in ("absorbed", "expanded"):
+        with pytest.raises(ConfigError, match=f"prefill_attention {way} needs latent attention"):
+            pick(prefill_attention=way)
 
 
 def test_written_out_functions_are_those_of_torch() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import torch
 
 from quire.assembly.attention import pick_attention
+from quire.assembly.latents import with_expansion
 from quire.attention.base import AttentionBackend
 from quire.attention.by_rows import ByRowsAttention
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
+from quire.config_rules import LatentPrefill
 from quire.kernels import Kernels
 from quire.layers.written_out import LayerParts
 from quire.models.spec import ModelSpec
@@ -21,6 +26,8 @@ def pick_attention_parts(
 ) -> AttentionBackend:
     """Return the attention back end that the settings ask for; one for both kinds of rows is that back end itself.
 
+    With latent attention it is wrapped, if rows of prompts may expand latents (attention/expanding.py).
+
     Args:
         config: settings.
         spec: the model.
@@ -31,6 +38,19 @@ def pick_attention_parts(
     Raises:
         ConfigError: if a back end cannot run here, or two of them cannot share the KV cache.
     """
+    prefill = config.prefill_attention
+    if prefill in get_args(LatentPrefill):
+        config = replace(config, prefill_attention="auto")
+    elif prefill != "auto" or spec.latent is None:
+        return _pick_by_rows(config, spec, device, dtype, kernels)
+    stored = _pick_by_rows(config, spec, device, dtype, kernels)
+    return with_expansion(stored, prefill, spec, device, dtype, config.tensor_parallel_size)
+
+
+def _pick_by_rows(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kernels: Kernels | None
+) -> AttentionBackend:
+    """Return the back end, or the two by number of new tokens, of keys and values as they are stored."""
     whole = pick_attention(config.attention, spec, device, dtype, kernels)
     if config.decode_splits is not None:
         whole = _with_splits(whole, config.decode_splits)

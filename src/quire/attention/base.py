@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quire.attention.expansion_rule import ExpansionRule
 from quire.types import KVLayout
 
 # The tensors of one layer's `KVLayout`, in the back end's block layout: keys and values in most layers.
 KV = tuple[torch.Tensor, ...]
 # The tensors of one layer's `StateLayout`, each [state rows, *shape].
 States = tuple[torch.Tensor, ...]
+Tokens = torch.Tensor | slice  # indices of some of a step's tokens, int64
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
@@ -135,6 +137,29 @@ class Angles(Protocol):
 
     table: torch.Tensor  # cos | sin, [positions, rotary dim]
 
+    def select(self, tokens: Tokens) -> Angles:
+        """Return the rotation of some of the tokens."""
+        ...
+
+
+class Expansion(Protocol):
+    """The map from latents to keys and values of all heads (`LatentExpansion` in layers/mla.py)."""
+
+    content_dim: int  # of a head's key, without the rotated part
+    value_dim: int
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return [n, heads, content dim + value dim] for latents [n, rank]."""
+        ...
+
+    def absorb(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries of entries [tokens, heads, dim] for queries of keys, and the part of the latter to rotate."""
+        ...
+
+    def values(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, heads * value dim] for weighted sums of latents [tokens, heads * rank]."""
+        ...
+
 
 class LatentLayer(KVLayer, Protocol):
     """A layer with one KV head, whose values are the first `rank` numbers of its keys (layers/mla.py).
@@ -147,6 +172,7 @@ class LatentLayer(KVLayer, Protocol):
     rank: int
     scale: float
     span: int  # distance between the two dimensions of a rotated pair
+    expansion: Expansion
 
     @property
     def norm(self) -> LatentNorm:
@@ -159,7 +185,7 @@ class LatentLayer(KVLayer, Protocol):
         """Complete the queries and return the entries to store, in plain PyTorch.
 
         Args:
-            q: [tokens, heads, dim]; the rotated `rotary` is written behind the first `rank` numbers.
+            q: [tokens, heads, any dim]; the rotated `rotary` is written to the last numbers of each head.
             rotary: [tokens, heads, dim - rank].
             entries: [tokens, dim], not yet normed and rotated.
             angles: the argument of `forward_latent`.
@@ -217,6 +243,7 @@ class AttentionBackend(Protocol):
     capturable: bool  # whether plan and forward can be captured in a CUDA graph, with bounds only
     reads_shared: bool  # whether it uses `ForwardBatch.shared`
     plans_blocks: bool  # whether the result of `plan` depends on the block table
+    rule: ExpansionRule  # which rows attend to expanded latents; a step with such rows cannot be captured
 
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int, /) -> tuple[int, ...]:
         """Return the shape of the blocks of one tensor of a layer (`KVTensor`)."""
@@ -256,7 +283,6 @@ class AttentionBackend(Protocol):
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
@@ -266,12 +292,14 @@ class AttentionBackend(Protocol):
 
         Args:
             layer: the calling layer.
-            q, rotary, entries, angles: the arguments of `prepare`; last dimensions are contiguous.
+            q: [tokens, heads, content dim + rotary dim], before rotation; the last dimension is contiguous.
+            entries: [tokens, dim], before norm and rotation; the last dimension is contiguous.
+            angles: of the tokens.
             batch: the step.
             chosen: int32 [tokens, k], positions that each token attends to, then -1; None: to all up to its own.
 
         Returns:
-            Weighted sums of latents, [tokens, heads * rank].
+            [tokens, heads * value dim].
         """
         ...
 
@@ -308,7 +336,6 @@ class NoLatents:
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionBackend, AttentionLayer, ForwardBatch, NoLatents
-
-Tokens = torch.Tensor | slice  # indices of tokens, int64
+from quire.attention.base import AttentionBackend, AttentionLayer, ForwardBatch, NoLatents, Tokens
+from quire.attention.expansion_rule import NO_EXPANSION
+from quire.attention.row_batches import select_rows
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class ByRowsAttention(NoLatents):
     capturable = False  # the rows of a kind are known only with the lengths
     forward_packed = None
     plans_blocks = True
+    rule = NO_EXPANSION
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.name = f"{prefill.name} for prompts, {decode.name} for decoding"
@@ -55,7 +56,7 @@ class ByRowsAttention(NoLatents):
             backend = self._decode if ones.all() else self._prefill
             return [_share(backend, replace(batch, others=[]), slice(None))]
         return [
-            _share(backend, *_select(batch, counts, np.flatnonzero(ones == wanted)))
+            _share(backend, *select_rows(batch, np.flatnonzero(ones == wanted)))
             for backend, wanted in ((self._decode, True), (self._prefill, False))
         ]
 
@@ -87,37 +88,3 @@ def _heads(x: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
 def _share(backend: AttentionBackend, batch: ForwardBatch, tokens: Tokens) -> _Share:
     batch.attn = backend.plan(batch)
     return _Share(backend, batch, tokens)
-
-
-def _select(batch: ForwardBatch, counts: np.ndarray, rows: np.ndarray) -> tuple[ForwardBatch, Tokens]:
-    """Return the batch of some rows, and the indices of their tokens."""
-    device, new = batch.seq_lens.device, counts[rows]
-    ends = counts.cumsum()
-    tokens = np.concatenate([np.arange(ends[row] - counts[row], ends[row]) for row in rows])
-    token_at, row_at = _index(tokens, device), _index(rows, device)
-    selected = replace(
-        batch,
-        input_ids=batch.input_ids[token_at],
-        positions=batch.positions[token_at],
-        kv_slots=batch.kv_slots[token_at],
-        query_start=_to_device(np.concatenate(([0], new.cumsum())).astype(np.int32), device),
-        seq_lens=batch.seq_lens[row_at],
-        slots=batch.slots[row_at],
-        num_tokens=new,
-        seq_bounds=batch.seq_bounds[rows],
-        others=[],
-    )
-    return selected, token_at
-
-
-def _index(numbers: np.ndarray, device: torch.device) -> Tokens:
-    """Return ascending indices as a slice if they follow each other, else as a tensor."""
-    first, last = int(numbers[0]), int(numbers[-1])
-    if last - first + 1 == len(numbers):
-        return slice(first, last + 1)
-    return _to_device(numbers.astype(np.int64), device)
-
-
-def _to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(numbers)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

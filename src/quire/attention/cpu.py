@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, IndexLayer, LatentLayer
+from quire.attention.expansion_rule import NO_EXPANSION
 from quire.attention.reference import ReferenceAttention
 from quire.kernels.cpu.ops import (
     FORMS,
@@ -38,6 +39,7 @@ class CpuAttention:
     capturable = False
     reads_shared = False
     plans_blocks = True
+    rule = NO_EXPANSION
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
@@ -94,7 +96,6 @@ class CpuAttention:
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
@@ -102,7 +103,7 @@ class CpuAttention:
     ) -> torch.Tensor:
         if batch.attn is None:  # the kernel reads keys and values of heads only
             batch.attn = self._reference.plan(batch)
-        return self._reference.forward_latent(layer, q, rotary, entries, angles, batch, chosen)
+        return self._reference.forward_latent(layer, q, entries, angles, batch, chosen)
 
     def choose(
         self,

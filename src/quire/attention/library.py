@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from quire.attention.base import AttentionLayer, ForwardBatch, NoLatents
 from quire.attention.entries import block_shape, entries_of
+from quire.attention.expansion_rule import NO_EXPANSION
 
 # PyTorch 2.11 shares KV heads without being asked.
 _ASKS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -43,6 +44,7 @@ class LibraryAttention(NoLatents):
     forward_packed = None
     reads_shared = False
     plans_blocks = True
+    rule = NO_EXPANSION
 
     def __init__(self, head_axis: int = 2) -> None:
         self._head_axis = head_axis

@@ -15,19 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
 from quire.attention.entries import Entries, Slots, block_shape, entries_of, put, take
+from quire.attention.expansion_rule import NO_EXPANSION
+from quire.attention.gathered import attend_gathered, keeps_scores
+from quire.attention.kv_slots import new_slots, part_of_slots, row_slots, table_slots
 from quire.attention.latent_reference import attend_latents
+from quire.attention.row_batches import to_device
 from quire.attention.sparse_reference import chosen_mask, chosen_slots, index_scores, largest
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
-_FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB after 1,200 random shapes
-_QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit attention is padded to
-# Padding a short prompt to 64 would cost up to 1.7 times its attention; steps of 16 add 14 shapes in all.
-_SHORT_PROMPT, _SHORT_STEP = 256, 16
 # Limit for the masks of long rows that exist at once; attention converts them to floats.
 _MASK_ELEMENTS = 1 << 24
 
@@ -65,11 +65,11 @@ class LongRow:
     cache: dict[tuple[int | None, bool], list[_RowPiece]] | None
 
     def pieces(self, layer: AttentionLayer) -> Iterable[_RowPiece]:
-        """Yield the row in pieces whose masks, or scores if `_keeps_scores`, have a bounded size."""
+        """Yield the row in pieces whose masks, or scores if `keeps_scores`, have a bounded size."""
         window = None if layer.window is None or self.length <= layer.window else layer.window
-        if window is None and self.kv is None and not _keeps_scores(layer):
+        if window is None and self.kv is None and not keeps_scores(layer):
             return [_RowPiece(slice(None), slice(None), None)]
-        heads = layer.num_heads if _keeps_scores(layer) else 1
+        heads = layer.num_heads if keeps_scores(layer) else 1
         if self.cache is None:
             return self.cut(window, heads, layer.chunked)
         kind = window, layer.chunked
@@ -112,6 +112,7 @@ class ReferenceAttention:
     forward_packed = None
     reads_shared = False
     plans_blocks = True
+    rule = NO_EXPANSION
 
     def __init__(self, head_axis: int = 2) -> None:
         self._head_axis = head_axis
@@ -141,7 +142,7 @@ class ReferenceAttention:
             if end == len(ones) or self._splits(bounds[ones[begin]], bounds[ones[end]], end + 1 - begin):
                 groups.append(self._group(batch, ones[begin:end], starts, bounds[ones[end - 1]]))
                 begin = end
-        return _ReferencePlan(_new_slots(batch), groups, long_rows)
+        return _ReferencePlan(new_slots(batch), groups, long_rows)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
         """Return whether a longer row should start a new group instead of padding the shorter ones."""
@@ -151,21 +152,21 @@ class ReferenceAttention:
         device = batch.seq_lens.device
         rows = sorted(rows)
         everything = len(rows) == batch.seq_lens.shape[0]
-        tokens = None if everything else _to_device([starts[row] for row in rows], device)
+        tokens = None if everything else to_device(np.array([starts[row] for row in rows]), device)
         slots, lens = batch.slots, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
-            return _RowGroup(tokens, _row_slots(batch, rows[0], length), length, None, None)
+            return _RowGroup(tokens, row_slots(batch, rows[0], length), length, None, None)
         if not everything:
-            index = _to_device(rows, device)
+            index = to_device(np.array(rows), device)
             slots, lens = slots.index_select(0, index), lens.index_select(0, index)
         positions = torch.arange(length, device=device)
         tables = batch.block_table[:, : -(-length // batch.block_size)].index_select(0, slots)
-        kv = _kv_slots(tables, positions, batch.block_size)
+        kv = table_slots(tables, positions, batch.block_size)
         distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
         return _RowGroup(tokens, kv.flatten(), length, distance >= 0, distance)
 
     def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> LongRow:
-        kv = None if length == end - start else _row_slots(batch, row, length)
+        kv = None if length == end - start else row_slots(batch, row, length)
         return LongRow(start, end, kv, length, batch.positions[start:end], {} if keeps else None)
 
     # ------------------------------------------------------------------------------ per layer
@@ -196,7 +197,7 @@ class ReferenceAttention:
             if long.kv is None and k is not None and v is not None:
                 row_k, row_v = k[new], v[new]
             else:
-                row_k, row_v = entries.read(_part(plan.writes, new) if long.kv is None else long.kv)
+                row_k, row_v = entries.read(part_of_slots(plan.writes, new) if long.kv is None else long.kv)
             out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
@@ -204,12 +205,12 @@ class ReferenceAttention:
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        q, rotary = layer.expansion.absorb(q)
         entries = layer.prepare(q, rotary, entries, angles)
         plan: _ReferencePlan = batch.attn
         blocks = batch.kv[layer.index][0].view(-1, layer.dim)
@@ -236,7 +237,7 @@ class ReferenceAttention:
                 query = q[new][piece.queries].reshape(1, -1, layer.dim)
                 result = attend_latents(query, keys[piece.keys].unsqueeze(0), mask, layer)
                 out[new][piece.queries] = result.view(-1, layer.num_heads, layer.rank)
-        return out.flatten(1)
+        return layer.expansion.values(out.flatten(1))
 
     def choose(
         self,
@@ -287,7 +288,7 @@ class ReferenceAttention:
                 position = group.distance[..., :1]  # of the query: its distance to the first key
                 mask = mask & (position - group.distance >= first_key(position, layer.window, layer.chunked))
         packed = q.view(rows, heads, layer.num_heads // heads, dim)
-        return _attend(packed, k, v, mask, False, layer).reshape(rows, layer.num_heads * dim)
+        return attend_gathered(packed, k, v, mask, False, layer).reshape(rows, layer.num_heads * dim)
 
     def _attend_long(
         self, layer: AttentionLayer, long: LongRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -298,7 +299,7 @@ class ReferenceAttention:
             # [1, heads, queries or keys, dim]
             query = q[piece.queries].transpose(0, 1).unsqueeze(0)
             key, value = (x[piece.keys].transpose(0, 1).unsqueeze(0) for x in (k, v))
-            out = _attend(query, key, value, piece.mask, piece.mask is None, layer)[0]
+            out = attend_gathered(query, key, value, piece.mask, piece.mask is None, layer)[0]
             parts.append(out.transpose(0, 1).reshape(out.shape[1], -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -306,153 +307,3 @@ class ReferenceAttention:
 def first_key(positions: torch.Tensor, window: int, chunked: bool) -> torch.Tensor:
     """Return the position of the first key that a query at each of `positions` sees; it may be negative."""
     return positions // window * window if chunked else positions - (window - 1)
-
-
-def _part(slots: Slots, tokens: slice) -> Slots:
-    """Return the slots of a range of tokens."""
-    if isinstance(slots, slice):
-        return slice(slots.start + tokens.start, slots.start + tokens.stop)
-    return slots[tokens]
-
-
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    """Copy host integers into an int64 device tensor without waiting for the device."""
-    host = torch.tensor(values)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-def _are_consecutive(numbers: torch.Tensor) -> bool:
-    """Return whether integers on the host are consecutive and ascending."""
-    host = numbers.numpy()
-    return bool((host[1:] - host[:-1] == 1).all())
-
-
-def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
-    """Return the KV slots of one row's first `length` positions."""
-    tables = batch.block_table[:, : -(-length // batch.block_size)]
-    blocks = tables.index_select(0, batch.slots[row : row + 1])[0]
-    if blocks.device.type == "cpu" and _are_consecutive(blocks):
-        begin = int(blocks[0]) * batch.block_size
-        return slice(begin, begin + length)
-    positions = torch.arange(length, device=blocks.device)
-    return _kv_slots(blocks.unsqueeze(0), positions, batch.block_size)[0]
-
-
-def _new_slots(batch: ForwardBatch) -> Slots:
-    """Return the KV slots of the step's tokens."""
-    slots = batch.kv_slots
-    if slots.device.type == "cpu" and _are_consecutive(slots):
-        begin = int(slots[0])
-        return slice(begin, begin + len(slots))
-    return slots
-
-
-def _kv_slots(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the KV slot of each position of each row, int64 [rows, positions]."""
-    if block_size == 1:
-        return table[:, : positions.shape[0]].long()
-    blocks = table.index_select(1, positions // block_size).long()
-    return blocks * block_size + positions % block_size
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    layer: AttentionLayer,
-) -> torch.Tensor:
-    """Compute softmax(cap(q k^T * scale) + mask) v. The layer's sinks join the sum of the softmax.
-
-    A masked key contributes nothing to a query, even if it is not finite.
-
-    Args:
-        q: [rows, heads, queries, dim].
-        k, v: [rows, heads or KV heads, keys, dim].
-        mask: bool, True where a query sees a key; None with `causal`, or if every query sees every key.
-        causal: query i sees the keys 0 .. i.
-        layer: supplies the scale, the soft cap and the sinks.
-    """
-    if (mask is None and not causal) or _known_finite(k, v):
-        return _attend_finite(q, k, v, mask, causal, layer)
-    non_finite = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
-    k, v = (x.masked_fill(non_finite[:, None, :, None], 0) for x in (k, v))
-    out = _attend_finite(q, k, v, mask, causal, layer)
-    if mask is None:
-        sees_non_finite = non_finite.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
-    else:
-        visible = mask[:, 0] if mask.dim() == 4 else mask
-        sees_non_finite = (visible & non_finite.unsqueeze(1)).any(-1)  # [rows, queries or 1]
-    return out.masked_fill(sees_non_finite[:, None, :, None], float("nan"))
-
-
-def _known_finite(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether all numbers are certainly finite. Only a CPU can tell without waiting.
-
-    A plain sum is ten times as fast as any other test of 16-bit numbers. An overflow counts as "no".
-    """
-    return k.device.type == "cpu" and bool((k.sum() + v.sum()).isfinite())
-
-
-def _attend_finite(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    layer: AttentionLayer,
-) -> torch.Tensor:
-    """Compute `_attend` for finite k and v: a probability of 0 times a non-finite number would be NaN."""
-    explicit = _keeps_scores(layer)
-    if q.shape[1] != k.shape[1] and (explicit or q.device.type != "cpu"):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    queries = q.shape[2]
-    if not explicit:
-        if q.device.type == "cpu" and q.dtype != torch.float32 and queries > _FEW_QUERIES:
-            q, k, v, mask = pad_shapes(q, k, v, mask, causal)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )[:, :, :queries]
-    scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * layer.scale
-    if layer.soft_cap is not None:
-        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if layer.sinks is None:
-        return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
-    # A row of one token has its query heads on the axis of queries: both orders are those of the heads.
-    shape = (1, q.shape[1], layer.num_heads // q.shape[1], 1)
-    sinks = layer.sinks.view(shape).expand(*scores.shape[:3], 1)
-    probs = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    return torch.matmul(probs, v.float()).to(q.dtype)
-
-
-def _keeps_scores(layer: AttentionLayer) -> bool:
-    """Return whether all scores of a layer are computed at once, because PyTorch's attention cannot change them."""
-    return layer.soft_cap is not None or layer.sinks is not None
-
-
-def pad_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Pad queries and keys so that their numbers take few different values.
-
-    For 16-bit types PyTorch generates code for each new pair of numbers, in each thread, and keeps it for good: a
-    quarter of a MiB on average. Few queries are multiplied in another way and need no padding.
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    if causal:  # as many queries as keys
-        more_queries = more_keys = -keys % (_SHORT_STEP if keys <= _SHORT_PROMPT else _KEY_STEP)
-    else:
-        more_queries, more_keys = -queries % _QUERY_STEP, -keys % _KEY_STEP
-    if not (more_keys or more_queries):
-        return q, k, v, mask
-    if more_keys and not causal:
-        if mask is None:
-            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
-        mask = F.pad(mask, (0, more_keys), value=False)
-    if mask is not None and mask.shape[-2] > 1:
-        mask = F.pad(mask, (0, 0, 0, more_queries), value=True)
-    k, v = (F.pad(x, (0, 0, 0, more_keys)) if more_keys else x for x in (k, v))
-    return F.pad(q, (0, 0, 0, more_queries)) if more_queries else q, k, v, mask

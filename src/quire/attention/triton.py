@@ -17,6 +17,7 @@ import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, IndexLayer, LatentLayer
 from quire.attention.entries import coded
+from quire.attention.expansion_rule import NO_EXPANSION
 from quire.kernels.attention.kv_write import write_kv
 from quire.kernels.attention.latent import (
     attend_latent_ones,
@@ -25,8 +26,8 @@ from quire.kernels.attention.latent import (
     latent_splits,
     latent_tile,
     latent_tokens,
-    store_latent,
 )
+from quire.kernels.attention.latent_write import store_latent
 from quire.kernels.attention.long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
 from quire.kernels.attention.shared import SharedPartial, attend_shared, shared_tile
 from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits, short_tile
@@ -128,6 +129,7 @@ class TritonAttention:
     capturable = True
     reads_shared = True
     plans_blocks = False
+    rule = NO_EXPANSION
 
     def __init__(self, most_splits: int = 1 << 16) -> None:
         self._most_splits = 1 << (most_splits.bit_length() - 1)
@@ -235,13 +237,13 @@ class TritonAttention:
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         blocks = batch.kv[layer.index][0].squeeze(1)  # of the only head
+        q, rotary = layer.expansion.absorb(q)
         store_latent(
             q, rotary, entries, layer.norm.weight, layer.norm.eps, batch.positions, angles.table,
             layer.span, blocks, batch.kv_slots,
@@ -252,7 +254,7 @@ class TritonAttention:
         if chosen is not None:
             owners = token_owners(batch.query_start, batch.slots, q.shape[0])
             attend_chosen(q, blocks, out, chosen, batch.positions, owners, batch.block_table, layer.scale)
-            return out
+            return layer.expansion.values(out)
         work = plan.latent_work_for(layer, batch, itemsize)
         if work.any_short:
             starts, rows = None if plan.ones else batch.query_start, batch.seq_lens.shape[0]
@@ -262,7 +264,7 @@ class TritonAttention:
             )
         if work.tiles is not None:
             attend_latent_tiles(q, blocks, out, batch.block_table, work.tiles, layer.scale)
-        return out
+        return layer.expansion.values(out)
 
     def choose(
         self,

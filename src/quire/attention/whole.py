@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
+from quire.attention.expansion_rule import NO_EXPANSION
 from quire.attention.reference import first_key
 
 
@@ -25,6 +26,7 @@ class WholeSequenceAttention:
     reads_shared = False
     capturable = False
     plans_blocks = False
+    rule = NO_EXPANSION
 
     def __init__(self) -> None:
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of a step, by layer
@@ -71,12 +73,12 @@ class WholeSequenceAttention:
         self,
         layer: LatentLayer,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        q, rotary = layer.expansion.absorb(q)
         entries = layer.prepare(q, rotary, entries, angles)
         outs = []
         ends = _ends(batch)
@@ -89,7 +91,7 @@ class WholeSequenceAttention:
                 hidden |= ~(at == chosen[start:end, :, None]).any(1)
             probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outs.append(torch.einsum("hqk,kd->qhd", probs, keys[:, : layer.rank]).flatten(1))
-        return torch.cat(outs)
+        return layer.expansion.values(torch.cat(outs))
 
     def choose(
         self,

@@ -1,10 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
 The KV cache holds one entry per token for all heads: a normed latent c of width `rank`, and a rotated key r. The key
-of head h is [K_h c | r] and its value V_h c, where K_h and V_h are parts of `kv_b_proj`. Instead of computing them
-for every cached token, K_h is absorbed into the query, since q . K_h c = (K_h^T q) . c, and V_h is applied to the
-weighted sum of latents. What remains is attention with a single KV head, whose values are the first `rank` numbers of
-its keys.
+of head h is [K_h c | r] and its value V_h c, where K_h and V_h are parts of `kv_b_proj`. There are two ways to attend:
+
+- Absorbed: K_h is applied to the query, since q . K_h c = (K_h^T q) . c, and V_h to the weighted sum of latents. What
+  remains is attention with a single KV head, whose values are the first `rank` numbers of its keys.
+- Expanded: the keys and values of all heads are computed from the latents, and attended to as usual.
+
+The back end chooses between them (attention/expansion_rule.py).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from quire.types import KVLayout
 class LatentAttention:
     """A `LatentLayer` (attention/base.py) bound to its back end: the norm and rotation of entries, and attention."""
 
-    __slots__ = ("backend", "dim", "index", "kv", "norm", "num_heads", "rank", "scale", "span")
+    __slots__ = ("backend", "dim", "expansion", "index", "kv", "norm", "num_heads", "rank", "scale", "span")
 
     def __init__(
         self,
@@ -31,12 +34,12 @@ class LatentAttention:
         index: int,
         num_heads: int,
         kv: KVLayout,
-        rank: int,
+        expansion: LatentExpansion,
         scale: float,
         norm: RMSNorm,
         span: int,
     ) -> None:
-        """Take the heads of this rank, the layout of entries, and the norm of their first `rank` numbers.
+        """Take the heads of this rank, the layout of entries, `kv_b_proj`, and the norm of latents.
 
         The two dimensions of a rotated pair are `span` apart.
         """
@@ -44,7 +47,8 @@ class LatentAttention:
         self.index = index
         self.num_heads = num_heads
         self.kv = kv
-        self.rank = rank
+        self.expansion = expansion
+        self.rank = expansion.rank
         self.dim = kv.tensors[0].dim
         self.scale = scale
         self.norm = norm
@@ -53,30 +57,28 @@ class LatentAttention:
     def __call__(
         self,
         q: torch.Tensor,
-        rotary: torch.Tensor,
         entries: torch.Tensor,
         rotation: Rotation,
         batch: ForwardBatch,
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return weighted sums of latents [tokens, heads * rank].
+        """Return the results of all heads [tokens, heads * value dim].
 
         Args:
-            q: absorbed queries [tokens, heads, dim], whose last `rotary dim` numbers are undefined; overwritten.
-            rotary: [tokens, heads, rotary dim], that part of the queries before rotation.
+            q: queries [tokens, heads, content dim + rotary dim], before rotation.
             entries: [tokens, dim], before norm and rotation.
             rotation: of the step's tokens.
             batch: the step.
             chosen: positions that each token attends to; None: to all up to its own.
         """
         step = batch.for_layer(self.index)
-        return self.backend.forward_latent(self, q, rotary, entries, rotation, step, chosen)
+        return self.backend.forward_latent(self, q, entries, rotation, step, chosen)
 
     def prepare(
         self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Rotation
     ) -> torch.Tensor:
-        """Write the rotated `rotary` into q, and return the normed and rotated entries."""
-        q[..., self.rank :] = rotate(rotary, angles)
+        """Write the rotated `rotary` to the end of each query, and return the normed and rotated entries."""
+        q[..., q.shape[-1] - rotary.shape[-1] :] = rotate(rotary, angles)
         latent, _ = self.norm(entries[:, : self.rank].contiguous(), None)
         return torch.cat((latent, rotate(entries[:, None, self.rank :], angles)[:, 0]), 1)
 
@@ -84,7 +86,8 @@ class LatentAttention:
 class LatentExpansion:
     """`kv_b_proj`, which maps a latent to the keys (without their rotated part) and values of all heads.
 
-    Its two parts are applied on the other side of the attention: `absorb` to queries, `values` to sums of latents.
+    `expand` does so. In absorbed attention its two parts are applied on the other side: `absorb` to queries, `values`
+    to sums of latents.
     """
 
     def __init__(
@@ -94,20 +97,45 @@ class LatentExpansion:
         width = content_dim + value_dim
         rows = env.parallel.cut(heads * width, heads)
         part = Part(name + ".weight", (heads * width, rank), rows, slice(0, rank))
-        weight = load_dequantised(env, part).view(-1, width, rank)
-        self.rank, self.dim = rank, rank + rotary_dim
-        self.to_keys = weight[:, :content_dim]  # [heads, content dim, rank]
-        self.to_values = weight[:, content_dim:].transpose(1, 2)  # [heads, rank, value dim]
+        self._bind(load_dequantised(env, part), content_dim, rotary_dim, value_dim)
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries of entries [tokens, heads, rank + rotary dim] for q [tokens, heads, content dim].
+    @classmethod
+    def of_weight(
+        cls, weight: torch.Tensor, content_dim: int, rotary_dim: int, value_dim: int
+    ) -> LatentExpansion:
+        """Return the expansion by `weight` [heads * (content dim + value dim), rank], without a checkpoint."""
+        expansion = object.__new__(cls)
+        expansion._bind(weight, content_dim, rotary_dim, value_dim)
+        return expansion
 
-        Their last `rotary dim` numbers are undefined.
+    def _bind(self, weight: torch.Tensor, content_dim: int, rotary_dim: int, value_dim: int) -> None:
+        self.weight = weight  # [heads * (content dim + value dim), rank]
+        self.rank, self.content_dim, self.value_dim = weight.shape[1], content_dim, value_dim
+        self.dim = self.rank + rotary_dim  # of an entry
+        by_head = weight.view(-1, content_dim + value_dim, self.rank)
+        self.to_keys = by_head[:, :content_dim]  # [heads, content dim, rank]
+        self.to_values = by_head[:, content_dim:].transpose(1, 2)  # [heads, rank, value dim]
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the keys, without their rotated part, and values of all heads for latents [n, rank].
+
+        Returns:
+            [n, heads, content dim + value dim], the key in front of the value.
         """
-        tokens, heads, _ = q.shape
+        return torch.mm(latents, self.weight.t()).view(len(latents), -1, self.content_dim + self.value_dim)
+
+    def absorb(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries of entries for queries of keys [tokens, heads, content dim + rotary dim].
+
+        Returns:
+            [tokens, heads, rank + rotary dim], whose last `rotary dim` numbers are undefined, and the last `rotary dim`
+            numbers of each query in `q`, which are to be rotated and written there.
+        """
+        tokens, heads, width = q.shape
+        content, rotary = q.split([self.content_dim, width - self.content_dim], 2)
         absorbed = q.new_empty(tokens, heads, self.dim)
-        torch.bmm(q.transpose(0, 1), self.to_keys, out=absorbed[..., : self.rank].transpose(0, 1))
-        return absorbed
+        torch.bmm(content.transpose(0, 1), self.to_keys, out=absorbed[..., : self.rank].transpose(0, 1))
+        return absorbed, rotary
 
     def values(self, sums: torch.Tensor) -> torch.Tensor:
         """Return [tokens, heads * value dim] for weighted sums of latents [tokens, heads * rank]."""

@@ -46,6 +46,10 @@ class Rotation:
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
 
+    def select(self, tokens: torch.Tensor | slice) -> Rotation:
+        """Return the rotation of some of the step's tokens."""
+        return Rotation(self.positions[tokens], self.table, self.pairs)
+
     @property
     def cos(self) -> torch.Tensor:
         """Return the cosines [tokens, 1, dim], the same for both dimensions of a pair."""

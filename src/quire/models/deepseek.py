@@ -30,7 +30,7 @@ class LatentSelfAttention:
         latent = spec.latent
         assert latent is not None
         self.is_last = number == spec.num_layers - 1
-        self.head_dims = [latent.content_dim, latent.rotary_dim]
+        self.head_dim = latent.content_dim + latent.rotary_dim
         heads, query_rank, rank = spec.num_heads, latent.query_rank, latent.rank
         queries = heads * spec.head_dim
         names, sizes, units = (
@@ -60,7 +60,7 @@ class LatentSelfAttention:
                 self.up_sizes.append(outs[1])
             up = Linear(env, ups, query_rank, outs, cut="rows", units=up_units)
             self.up = NormedLayer(RMSNorm(env, prefix + "q_a_layernorm", query_rank, latent.eps), up)
-        self.expansion = LatentExpansion(
+        expansion = LatentExpansion(
             env, prefix + "kv_b_proj", heads, rank, latent.content_dim, latent.rotary_dim, latent.value_dim
         )
         entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", rank, latent.eps)
@@ -74,7 +74,7 @@ class LatentSelfAttention:
             number,
             env.parallel.share(heads),
             kv,
-            rank,
+            expansion,
             spec.query_scale,
             entry_norm,
             spec.layer_ropes[number].span(latent.rotary_dim),
@@ -95,16 +95,14 @@ class LatentSelfAttention:
             if self.indexer is not None:
                 keys, weights = indexed
                 batch.chosen = self.indexer(index_queries[0], keys, weights, rotation, batch)
-        content, rotary = q.unflatten(1, (-1, sum(self.head_dims))).split(self.head_dims, 2)
-        queries = self.expansion.absorb(content)
+        q = q.unflatten(1, (-1, self.head_dim))
         if self.growth is not None:
-            factor = self.growth.factor(batch.positions).to(queries.dtype)[:, None, None]
-            queries, rotary = queries * factor, rotary * factor
-        sums = self.attention(queries, rotary, entries, rotation, batch, batch.chosen)
+            q = q * self.growth.factor(batch.positions).to(q.dtype)[:, None, None]
+        out = self.attention(q, entries, rotation, batch, batch.chosen)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
-            sums, residual = batch.narrow(sums, residual)
-        return self.o(self.expansion.values(sums), residual)
+            out, residual = batch.narrow(out, residual)
+        return self.o(out, residual)
 
 
 class DeepseekLayer(MoELayer):

@@ -238,7 +238,11 @@ class Worker:
         )
         is_last = self._link.stage.is_last
         stages = StageFunctions(
-            self._speculation.observe(model, drafter), self._launch.batcher(parts), sampler, has_head=is_last
+            self._speculation.observe(model, drafter),
+            self._launch.batcher(parts),
+            sampler,
+            has_head=is_last,
+            rule=self._backend.rule,
         )
         runner_class = Runner if is_last else partial(StageRunner, self._relay)
         depth = self._launch.depth

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
@@ -22,10 +23,19 @@ class StageFunctions:
         sampler: back end of the stage SAMPLE.
         has_head: the rank computes logits. Otherwise its steps end after MODEL, and count their KV entries there,
             because the tokens are sampled elsewhere (stage.py).
+        rule: which rows attend to expanded latents, in shapes that depend on their lengths.
     """
 
-    def __init__(self, model: Model, batcher: Batcher, sampler: Sampler, has_head: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        batcher: Batcher,
+        sampler: Sampler,
+        has_head: bool = True,
+        rule: ExpansionRule = NO_EXPANSION,
+    ) -> None:
         self.model, self.batcher, self.sampler, self.has_head = model, batcher, sampler, has_head
+        self._rule = rule
         # Plain functions: bound ones would refer back to this object, and its model would outlive a closed engine.
         cls = StageFunctions
         self._functions: dict[StepStage, Callable[[StageFunctions, DeviceStep], None]] = {
@@ -50,9 +60,15 @@ class StageFunctions:
         """Return the stages of `plan` that may be captured: those that need nothing from the host."""
         if plan.keeps_hidden:  # prompts are scored and pooled between the stages
             return NO_STAGES
+        if plan.total_tokens > len(plan.slots) and self._expands(plan):
+            return NO_STAGES
         if self.sampler.needs_host_work(plan.slots):
             return LOGITS
         return FILTERED_TOKENS if self.sampler.has_filters(plan.slots) else TOKENS
+
+    def _expands(self, plan: StepPlan) -> bool:
+        """Return whether a row attends to expanded latents, whose number the back end takes from the host."""
+        return bool(self._rule.rows(plan.num_tokens, plan.starts + plan.num_tokens).any())
 
     def _prepare(self, step: DeviceStep) -> None:
         self.batcher.prepare(step)

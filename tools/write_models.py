@@ -57,7 +57,7 @@ OTHERS = (
         architectures=("Qwen3MoeForCausalLM",),
         parse=PARSERS["Qwen3MoeForCausalLM"],
         special="experts, norms of q and k heads",
-        gguf=("qwen3moe",),
+        gguf=("qwen3moe", "qwen3vlmoe"),
         tools="hermes",
         reasoning="think",
     ),

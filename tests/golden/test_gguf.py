@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from whole import load_model, logits_of
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
+from gguf_parts import check_without_parts  # noqa: E402
 from test_families import BASE, CASES, ROWS, make_reference, reference_logits, rope  # noqa: E402
 
 from quire.layers.rope import inverse_frequencies  # noqa: E402
 from quire.layers.rope_params import RopeParams  # noqa: E402
 from quire.models.checkpoint.checkpoint import open_checkpoint  # noqa: E402
-from quire.models.checkpoint.gguf_names import OFFSET_NORMS, REORDERED  # noqa: E402
+from quire.models.checkpoint.gguf_changes import OFFSET_NORMS, REORDERED  # noqa: E402
 from quire.models.config.gguf_families import TRANSLATIONS  # noqa: E402
 from quire.models.config.load import load_spec  # noqa: E402
 from quire.types import ModelError  # noqa: E402
@@ -30,8 +31,11 @@ Q = gguf.GGMLQuantizationType
 ARCHS = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen2vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
+    "qwen3vlmoe": gguf.MODEL_ARCH.QWEN3VLMOE,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     **{name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name in TRANSLATIONS},
@@ -70,6 +74,8 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     if arch == "lfm2":  # the adjusted width of its MLPs
         width = -(-int(2 * width / 3) // config.block_multiple_of) * config.block_multiple_of
     writer.add_feed_forward_length(width)
+    if "vl" in arch:
+        writer.add_rope_dimension_sections([2, 2, 2, 0])  # of images; the positions of text are equal
     if arch in NEW_EXPERTS:
         write_experts(writer, arch, config)
     if arch.startswith("lfm2"):
@@ -111,7 +117,7 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     if experts and arch not in NEW_EXPERTS:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if arch == "qwen3moe":
+        if arch in ("qwen3moe", "qwen3vlmoe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
@@ -293,6 +299,9 @@ def write_gguf(
         ("qwen2", "qwen2"),
         ("qwen3", "qwen3-tied-yarn"),
         ("qwen3moe", "qwen3-moe"),
+        ("qwen2vl", "qwen2"),
+        ("qwen3vl", "qwen3"),
+        ("qwen3vlmoe", "qwen3-moe"),
         ("gemma3", "gguf-gemma3"),
         ("gpt2", "gpt2"),
         ("gpt2", "gpt2-untied"),
@@ -331,7 +340,9 @@ def write_gguf(
         ("starcoder2", "gguf-starcoder2"),
     ],
 )
-def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
+def test_f32_equals_transformers(
+    arch: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if case == "llama-biases":
         CASES["gguf-biases"] = ("Llama", {"attention_bias": True, "mlp_bias": True})
         case = "gguf-biases"
@@ -347,10 +358,12 @@ def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
             f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
             for name in ("short", "long")
         }
-    ours = load_model(write_gguf(tmp_path, arch, model.config, extra=extra))
+    path = write_gguf(tmp_path, arch, model.config, extra=extra)
+    ours = load_model(path)
     for row, logits in zip(ROWS, logits_of(ours, ROWS)):
         expected = reference_logits(model, row)
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    check_without_parts(path, monkeypatch)
 
 
 def test_llama3_rope_divisors(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 Blocks of the kinds in quant/formats/gguf.py are handed out as they are; all others are dequantised while reading.
 
-llama.cpp's converter changes some tensors: it reorders Llama's q and k rows, adds 1 to Gemma's norm weights,
-transposes GPT-2's matrices, and stacks experts. This module undoes all of that, so a model does not depend on the
-format of its checkpoint.
+llama.cpp's converter renames tensors (gguf_names.py), reorders rows and changes values (gguf_changes.py), transposes
+GPT-2's matrices, and stacks experts. This module undoes all of that, so a model does not depend on the format of its
+checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,7 +22,8 @@ import torch
 
 from quire.layers.env import StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
-from quire.models.checkpoint.gguf_names import IN_SPEC, OFFSET_NORMS, REORDERED, layer_names
+from quire.models.checkpoint.gguf_changes import Change, Order, change_of
+from quire.models.checkpoint.gguf_names import IN_SPEC, GGUFNames, GGUFPlace
 from quire.models.config.gguf import Metadata, open_gguf
 from quire.models.spec import ModelSpec
 from quire.quant.formats.gguf import KINDS
@@ -30,19 +33,7 @@ log = logging.getLogger("quire")
 
 _PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
 _WHOLE = slice(None)
-_CORRECTION = "mlp.gate.e_score_correction_bias"
-_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.embedding_norm": "token_embd_norm",  # of LFM2
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-}
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-_NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+?)(?:\.(weight|bias))?")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -54,25 +45,30 @@ class GGUFCheckpoint(Checkpoint):
         self.spec = spec
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.names = GGUFNames(self.arch, self.tensors)
         self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
+        unused = _unused(spec)
         self.unread = {
-            name for name in set(self.tensors) - IN_SPEC if not (elsewhere and elsewhere.search(name))
+            name
+            for name in set(self.tensors) - IN_SPEC
+            if not (elsewhere and elsewhere.search(name)) and not unused.match(name)
         }
-        # Layers that predict several tokens ahead are behind the last one.
-        extra = [f"blk.{spec.num_layers + number}." for number in range(spec.extra_layers)]
-        self.unread = {name for name in self.unread if not name.startswith(tuple(extra))}
-        self.layer_names = layer_names(self.arch)
 
     def has(self, name: str) -> bool:
-        return self._find(name)[0] in self.tensors
+        return self.names.find(name).name in self.tensors
 
     def stored(self, name: str) -> StoredShape | None:
-        stored, expert = self._find(name)
-        if stored not in self.tensors or self.tensors[stored].tensor_type.name not in KINDS:
+        place = self.names.find(name)
+        if place.name not in self.tensors:
             return None
-        source = self.tensors[stored]
-        shape = source.data.shape if expert is None else source.data.shape[1:]
-        return StoredShape(torch.uint8, tuple(shape), source.tensor_type.name)
+        source = self.tensors[place.name]
+        kind = KINDS.get(source.tensor_type.name)
+        change = self._change(name, place)
+        if kind is None or (change.cols and change.cols.blocks(kind.numbers) is None):
+            return None
+        shape = _matrix(source, place).shape
+        rows = shape[0] if change.rows is None else len(change.rows.index)
+        return StoredShape(torch.uint8, (rows, *shape[1:]), source.tensor_type.name)
 
     def packed(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
@@ -80,53 +76,61 @@ class GGUFCheckpoint(Checkpoint):
         """Return blocks of a tensor as bytes [rows, bytes of a row], or a plain tensor as `tensor` does."""
         if self.stored(name) is None:
             return self.tensor(name, shape, rows, cols)
-        stored, expert = self._find(name)
-        source = self.tensors[stored]
-        data = source.data if expert is None else source.data[expert]
-        check_shape(name, shape, tuple(data.shape))
-        self.unread.discard(stored)
-        blocks = self._reordered(name, data)[rows][:, cols]
-        return torch.from_numpy(np.require(blocks, requirements=["C", "W"]))
+        place = self.names.find(name)
+        source, change = self.tensors[place.name], self._change(name, place)
+        data = _matrix(source, place)
+        check_shape(name, _in_file(shape, change), tuple(data.shape))
+        self.unread.discard(place.name)
+        blocks = data[_chosen(change.rows, rows)]
+        if change.cols:
+            kind = KINDS[source.tensor_type.name]
+            order = change.cols.blocks(kind.numbers)
+            blocks = blocks.reshape(len(blocks), -1, kind.bytes)[:, order].reshape(blocks.shape)
+        return torch.from_numpy(np.require(blocks[:, cols], requirements=["C", "W"]))
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        if name.endswith("kv_b_proj.weight") and self._find(name)[0] not in self.tensors:
+        place = self.names.find(name)
+        if name.endswith("kv_b_proj.weight") and place.name not in self.tensors:
             return self._joined(name, shape)[rows, cols].contiguous()
-        stored, expert = self._find(name)
-        if stored not in self.tensors:
+        if place.name not in self.tensors:
             raise ModelError(
-                f"{self.path} has no tensor {stored or 'for'} ({name}, expected shape {list(shape)})"
+                f"{self.path} has no tensor {place.name or 'for'} ({name}, expected shape {list(shape)})"
             )
-        source = self.tensors[stored]
+        source, change = self.tensors[place.name], self._change(name, place)
         transposed = self.arch == "gpt2" and name.endswith(_TRANSPOSED)
-        stored_shape = tuple(int(n) for n in reversed(source.shape))
-        is_convolution = name.endswith("conv.conv.weight")
-        if is_convolution:  # stored without the dimension of 1 in the middle
-            shape, cols = (shape[0], *shape[2:]), _WHOLE
-        check_shape(
-            name,
-            shape,
-            (stored_shape[1:] if expert is not None else stored_shape)[:: -1 if transposed else 1],
-        )
-        self.unread.discard(stored)
-        data = source.data if expert is None else source.data[expert]
-        if source.tensor_type not in _PLAIN and source.tensor_type.name not in KINDS:
+        inside = _in_file(shape, change)[:: -1 if transposed else 1]
+        self._check(name, inside, source, place)
+        self.unread.discard(place.name)
+        if source.tensor_type not in _PLAIN and self.stored(name) is None:
             self.unpacked[source.tensor_type.name] += 1
-        early = not (
-            self._is_reordered(name) or transposed
-        )  # rows can be selected before they are dequantised
-        values = self._unpack(stored, data[rows] if early else data, source.tensor_type)
-        values = self._reordered(name, values)
-        if transposed:
-            values = values.T
-        if self.arch in OFFSET_NORMS and name.endswith("norm.weight"):
-            values = values - 1
-        values = values if early else values[rows]
-        found = torch.from_numpy(
-            np.require(values[:, cols] if values.ndim > 1 else values, requirements=["C", "W"])
-        )
-        return found.unsqueeze(1) if is_convolution else found
+        data = _matrix(source, place)
+        early = data.ndim == len(shape) == 2 and not transposed  # rows are chosen before they are dequantised
+        values = self._unpack(place.name, data[_chosen(change.rows, rows)] if early else data, source)
+        if not early:
+            values = values.reshape(inside)
+            values = (values.T if transposed else values)[_chosen(change.rows, _WHOLE)][rows]
+        if change.cols:
+            values = values[:, change.cols.index]
+        values = change.values(values) if change.values else values
+        chosen = values[:, cols] if values.ndim > 1 else values
+        return torch.from_numpy(np.require(chosen, requirements=["C", "W"]))
+
+    def _change(self, name: str, place: GGUFPlace) -> Change:
+        if place.half is None:
+            return change_of(self.arch, name, self.spec)
+        total = _matrix(self.tensors[place.name], place).shape[0]
+        return Change(Order(np.arange(total).reshape(2, -1)[place.half], total))
+
+    def _check(self, name: str, expected: tuple[int, ...], source: Any, place: GGUFPlace) -> None:
+        """Raise ModelError if the stored tensor has another shape; dimensions of 1 do not count."""
+        stored = tuple(int(n) for n in reversed(source.shape))
+        stored = stored[1:] if place.index is not None else stored
+        if place.name.endswith("ssm_norm.weight"):  # stored by group
+            stored = (math.prod(stored),)
+        if [n for n in stored if n != 1] != [n for n in expected if n != 1]:
+            check_shape(name, expected, stored)
 
     def _joined(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return `kv_b_proj`, which newer files store as two stacks of one matrix per head."""
@@ -152,40 +156,8 @@ class GGUFCheckpoint(Checkpoint):
             self.spec.tie_embeddings,
         )
 
-    def _find(self, name: str) -> tuple[str, int | None]:
-        """Return the GGUF name of `name` (empty: none) and, for a stack of experts, the expert's index."""
-        stem, _, kind = name.rpartition(".")
-        if stem in _TOP:
-            return f"{_TOP[stem]}.{kind}", None
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return "", None
-        layer, inner, kind = match.groups()
-        if inner == _CORRECTION:
-            return f"blk.{layer}.exp_probs_b.bias", None
-        kind = kind or "weight"  # attention sinks have no kind in Hugging Face's checkpoints
-        expert = _EXPERT.fullmatch(inner)
-        if expert is None:
-            return (
-                f"blk.{layer}.{self.layer_names[inner]}.{kind}" if inner in self.layer_names else ""
-            ), None
-        number, which = expert.groups()
-        single = f"blk.{layer}.ffn_{which}.{number}.{kind}"  # old files do not stack experts
-        if single in self.tensors:
-            return single, None
-        return f"blk.{layer}.ffn_{which}_exps.{kind}", int(number)
-
-    def _is_reordered(self, name: str) -> bool:
-        return self.arch in REORDERED and re.search(r"\.[qk]_proj\.", name) is not None
-
-    def _reordered(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return rows in the order of Hugging Face's checkpoints."""
-        if not self._is_reordered(name):
-            return values
-        heads = self.spec.num_heads if ".q_proj." in name else self.spec.num_kv_heads
-        return _restore_order(values, heads)
-
-    def _unpack(self, name: str, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    def _unpack(self, name: str, data: np.ndarray, source: Any) -> np.ndarray:
+        kind = source.tensor_type
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             return data
         try:
@@ -196,7 +168,38 @@ class GGUFCheckpoint(Checkpoint):
             ) from error
 
 
-def _restore_order(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows from neighbouring pairs to halves: row 2i + j of a head becomes row i + j * dim / 2."""
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+def _unused(spec: ModelSpec) -> re.Pattern[str]:
+    """Return a pattern of the names of tensors that Quire does not load.
+
+    These are layers that predict several tokens ahead, behind the last one, and the keys and values of layers that
+    read those of another layer.
+    """
+    patterns = [rf"{spec.num_layers + number}\." for number in range(spec.extra_layers)]
+    readers = [index for index in range(spec.num_layers) if spec.kv_source(index) != index]
+    patterns += [rf"{index}\.attn_(k|v|k_norm)\." for index in readers]
+    return re.compile(rf"blk\.({'|'.join(patterns) or '(?!)'})")
+
+
+def _matrix(source: Any, place: GGUFPlace) -> np.ndarray:
+    """Return the stored numbers or blocks of a tensor, or of one matrix of a stack."""
+    data: np.ndarray = source.data
+    if place.index is not None:
+        if data.ndim < 2 or place.index >= len(data):
+            stored = [int(n) for n in reversed(source.shape)]
+            raise ModelError(
+                f"tensor {place.name} has shape {stored}, but the model needs matrix {place.index} of it"
+            )
+        data = data[place.index]
+    if place.half is not None and len(data) % 2:
+        raise ModelError(f"tensor {place.name} has {len(data)} rows, but it must hold two equal halves")
+    return data
+
+
+def _in_file(shape: tuple[int, ...], change: Change) -> tuple[int, ...]:
+    """Return the shape in the file of a tensor that has `shape` in the checkpoint."""
+    return shape if change.rows is None else (change.rows.total, *shape[1:])
+
+
+def _chosen(order: Order | None, rows: slice) -> Any:
+    """Return the index of `rows` in the file."""
+    return rows if order is None else order.index[rows]

@@ -19,7 +19,7 @@ from quire.files.gguf_header import read_gguf_metadata
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
 from quire.layers.routing_params import Routing
-from quire.models.config.gguf_families import TRANSLATIONS, translated_spec
+from quire.models.config.gguf_families import LATENT, TRANSLATIONS, translated_spec
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
@@ -28,7 +28,6 @@ from quire.types import ModelError
 
 _DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
 _SWA_EVERY = 6  # Gemma 3: every sixth layer has no window
-LATENT = ("deepseek2",)  # architectures with latent attention
 _GEMMA3_27B_LAYERS = 62  # Gemma 3 27B scales queries by hidden / heads instead of by head_dim
 
 
@@ -120,7 +119,7 @@ def gguf_spec(path: Path) -> ModelSpec:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": meta.integer(".feed_forward_length", "intermediate_size", 1),
+        "intermediate_size": _mlp_width(meta),
         "tie_embeddings": "output.weight" not in tensors,
         "dtype": _DTYPES.get(largest.tensor_type, "bfloat16"),
         "windows": (None,) * layers,
@@ -133,7 +132,7 @@ def gguf_spec(path: Path) -> ModelSpec:
     try:
         if meta.arch in TRANSLATIONS:
             trained_len = meta.integer(".context_length", "max_position_embeddings")
-            rope = None if meta.arch in LATENT else _rope(meta, trained_len, 10000.0, tensors)
+            rope = None if TRANSLATIONS[meta.arch].own_rope else _rope(meta, trained_len, 10000.0, tensors)
             return translated_spec(meta.arch, meta, facts, tensors, rope)
         facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -146,11 +145,14 @@ def _head_sizes(meta: Metadata, hidden: int, heads: int) -> tuple[int, int]:
     head_dim = meta.integer(".attention.key_length", "head_dim", hidden // heads)
     if meta.arch in LATENT:  # these keys then describe cached entries
         return heads, head_dim
-    if meta.get(".attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{meta.path}: keys and values of different sizes are not supported")
+    if (value_dim := meta.get(".attention.value_length", head_dim)) != head_dim:
+        raise ModelError(
+            f"{meta.path}: keys of {head_dim} and values of {value_dim} dimensions (attention.key_length, "
+            "attention.value_length) are not supported"
+        )
     found = meta.get(".attention.head_count_kv", heads)
     if isinstance(found, list):  # by layer: 0 if it does not attend
-        found = max(found, default=0)
+        found = max(found, default=0) or heads
     kv_heads = ConfigKeys({"num_key_value_heads": found}, f"{meta.path}: {meta.arch}.attention").integer(
         "num_key_value_heads"
     )
@@ -160,6 +162,15 @@ def _head_sizes(meta: Metadata, hidden: int, heads: int) -> tuple[int, int]:
             "a multiple of the K/V heads, and their size even"
         )
     return kv_heads, head_dim
+
+
+def _mlp_width(meta: Metadata) -> int:
+    """Return the width of MLPs, the largest if a file has one for each layer; 1 if it has none."""
+    found = meta.get(".feed_forward_length") or 1
+    width = max(found) or 1 if isinstance(found, list) else found
+    return ConfigKeys({"intermediate_size": width}, f"{meta.path}: {meta.arch}.feed_forward_length").integer(
+        "intermediate_size"
+    )
 
 
 def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:
@@ -289,8 +300,11 @@ def _gpt2(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dic
 ARCHITECTURES: dict[str, Callable[[Metadata, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen,
+    "qwen2vl": _qwen,  # the text part, as in the following two of this kind
     "qwen3": _qwen,
     "qwen3moe": _qwen3moe,
+    "qwen3vl": _qwen,
+    "qwen3vlmoe": _qwen3moe,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
 }

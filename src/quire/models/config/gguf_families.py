@@ -5,13 +5,16 @@ Facts that llama.cpp keeps in its code instead of the file are the defaults of t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from quire.layers.rope_params import RopeParams
-from quire.models.config.deepseek import parse_deepseek_v2, parse_deepseek_v3
+from quire.models.config import gguf_hybrids, gguf_recent
+from quire.models.config.gguf_source import GGUFMetadata, GGUFSource
+from quire.models.config.hf import parsers
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.rope import served_len
 from quire.models.families import catalogue
@@ -19,22 +22,27 @@ from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
 
-class GGUFMetadata(Protocol):
-    """The part of `Metadata` (gguf.py) that is used here."""
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-    def integer(self, key: str, name: str, default: int | None = None) -> int: ...
-
-    def number(self, key: str, name: str, default: float | None = None) -> float: ...
+def _unchanged(spec: ModelSpec, source: GGUFSource) -> ModelSpec:
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What only some architectures have: further fields of the config by their keys in the file, and windows."""
+    """What only some architectures have.
+
+    Attributes:
+        fields: further fields of the config, by their keys in the file.
+        has_window: whether the file may set a window.
+        config: function that returns further fields of the config.
+        adapt: function that changes the parsed spec where files differ from other checkpoints.
+        own_rope: whether the family parses the rotary embeddings from the config.
+    """
 
     fields: dict[str, str] = field(default_factory=dict)
     has_window: bool = False
+    config: Callable[[GGUFSource], dict[str, Any]] | None = None
+    adapt: Callable[[ModelSpec, GGUFSource], ModelSpec] = _unchanged
+    own_rope: bool = False
 
 
 _CAPS = {
@@ -65,34 +73,59 @@ _EXPERT_FIELDS = {
     ".nextn_predict_layers": ("num_nextn_predict_layers",),
 }
 _SIGMOID = 2  # in .expert_gating_func; 1 is a softmax
+_QWEN_NEXT = Translation(config=gguf_hybrids.qwen_next)
+_NEMOTRON_H = Translation(config=gguf_hybrids.nemotron_h)
 TRANSLATIONS = {
     "arcee": Translation(),
     "cohere2": Translation(_LOGIT_SCALE, has_window=True),
     "command-r": Translation(_LOGIT_SCALE),
-    "deepseek2": Translation(),
+    "deepseek2": Translation(own_rope=True),
     "dots1": Translation(),
     "ernie4_5": Translation(),
     "ernie4_5-moe": Translation(),
     "exaone4": Translation(has_window=True),
+    "falcon-h1": Translation(config=gguf_hybrids.falcon_h1),
     "gemma": Translation(),
     "gemma2": Translation(_CAPS, has_window=True),
+    "gemma3n": Translation(config=gguf_recent.gemma3n, has_window=True),
+    "gemma4": Translation(config=gguf_recent.gemma4, has_window=True),
     "glm4": Translation(),
     "glm4moe": Translation(),
     "gpt-oss": Translation(has_window=True),
     "granite": Translation(_GRANITE),
+    "granitehybrid": Translation(
+        _GRANITE, config=gguf_hybrids.granite_hybrid, adapt=gguf_hybrids.with_split_gate
+    ),
+    "granitemoe": Translation(_GRANITE),
     "hunyuan-dense": Translation(),
     "hunyuan-moe": Translation(),
+    "jamba": Translation(config=gguf_hybrids.jamba, adapt=gguf_hybrids.with_layers_of_jamba),
+    "kimi-linear": Translation(config=gguf_hybrids.kimi_linear, own_rope=True),
     "lfm2": Translation(),
     "lfm2moe": Translation(),
+    "llama4": Translation(config=gguf_recent.llama4, has_window=True),
+    "minimax-m2": Translation(config=gguf_recent.minimax_m2),
+    "mistral3": Translation(config=gguf_recent.mistral3, own_rope=True),
+    "mistral4": Translation(config=gguf_recent.mistral4, own_rope=True),
     "nemotron": Translation(),
-    "olmo2": Translation(),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "olmo2": Translation(has_window=True),
     "olmoe": Translation(),
+    "phi2": Translation(),
     "phi3": Translation(has_window=True),
+    "phimoe": Translation(config=gguf_recent.phimoe, has_window=True),
     "qwen2moe": Translation(),
+    "qwen35": _QWEN_NEXT,
+    "qwen35moe": _QWEN_NEXT,
+    "qwen3next": replace(_QWEN_NEXT, adapt=gguf_hybrids.with_split_projections),
     "seed_oss": Translation(),
     "smollm3": Translation(),
+    "stablelm": Translation(config=gguf_recent.stablelm),
     "starcoder2": Translation(),
 }
+# Architectures of files that have latent attention.
+LATENT = ("deepseek2", "kimi-linear", "mistral4")
 _GEMMA2_27B_LAYERS = 46  # Gemma 2 27B scales queries by hidden / heads instead of by head_dim
 
 
@@ -111,14 +144,15 @@ def translated_spec(
     Raises:
         ModelError: if a key is missing, has a bad value, or the model is not supported.
     """
-    rule = TRANSLATIONS[arch]
-    keys = ConfigKeys(_config(rule, arch, meta, facts, tensors))
-    if arch == "deepseek2":
-        parse = parse_deepseek_v3 if meta.get(".expert_gating_func") == _SIGMOID else parse_deepseek_v2
-        spec = parse("DeepSeek", keys)
-    else:
-        family = next(family for family in catalogue() if arch in family.gguf)
-        spec = family.parse(family.architectures[0], keys)
+    rule, drafts = TRANSLATIONS[arch], meta.get(".nextn_predict_layers", 0)
+    if not isinstance(drafts, int) or not 0 <= drafts < facts["num_layers"]:
+        raise ModelError(
+            f"{arch}.nextn_predict_layers must be below {facts['num_layers']} layers, got {drafts!r}"
+        )
+    source = GGUFSource(arch, meta, facts, tensors, facts["num_layers"] - drafts)
+    keys = ConfigKeys(_config(rule, source), str(meta.path))
+    name = _architecture(source)
+    spec = rule.adapt(parsers()[name](name, keys), source)
     assert spec.rope is not None
     rope = rope or spec.rope
     if "rope_factors_long.weight" in tensors:
@@ -133,25 +167,35 @@ def translated_spec(
         max_model_len=served_len(rope, spec.max_model_len, stretch=False),
         # Experts have the usual names in all files.
         names={name: own for name, own in spec.names.items() if name not in ("gate", "experts")},
+        extra_layers=drafts,
         **{name: facts[name] for name in kept if name in facts},
     )
 
 
-def _config(
-    rule: Translation,
-    arch: str,
-    meta: GGUFMetadata,
-    facts: dict[str, Any],
-    tensors: dict[str, Any],
-) -> dict[str, Any]:
+def _architecture(source: GGUFSource) -> str:
+    """Return the name in transformers of the file's architecture; one of files may stand for several."""
+    meta = source.meta
+    if source.arch == "deepseek2":
+        return (
+            "DeepseekV3ForCausalLM"
+            if meta.get(".expert_gating_func") == _SIGMOID
+            else "DeepseekV2ForCausalLM"
+        )
+    if source.arch == "olmo2":
+        return "Olmo3ForCausalLM" if meta.get(".attention.sliding_window") else "Olmo2ForCausalLM"
+    return next(family.architectures[0] for family in catalogue() if source.arch in family.gguf)
+
+
+def _config(rule: Translation, source: GGUFSource) -> dict[str, Any]:
+    arch, meta, facts = source.arch, source.meta, source.facts
     heads, head_dim = facts["num_heads"], facts["head_dim"]
     eps = meta.get(".attention.layer_norm_rms_epsilon") or meta.get(".attention.layer_norm_epsilon")
-    biases = {name: f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_down")}
+    biases = {name: source.has(f"{name}.bias") for name in ("attn_q", "attn_output", "ffn_down")}
     config: dict[str, Any] = {
         "vocab_size": facts["vocab_size"],
         "hidden_size": facts["hidden_size"],
         "intermediate_size": facts["intermediate_size"],
-        "num_hidden_layers": facts["num_layers"],
+        "num_hidden_layers": source.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": facts["num_kv_heads"],
         "head_dim": head_dim,
@@ -163,7 +207,7 @@ def _config(
         **dict.fromkeys(("attention_bias", "use_bias"), biases["attn_q"]),
         "attention_out_bias": biases["attn_output"],
         "mlp_bias": biases["ffn_down"],
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "use_qk_norm": source.has("attn_q_norm.weight"),
     }
     window = meta.get(".attention.sliding_window") or None
     if window and not rule.has_window:
@@ -173,39 +217,44 @@ def _config(
         is_27b = facts["num_layers"] == _GEMMA2_27B_LAYERS
         config["query_pre_attn_scalar"] = facts["hidden_size"] / heads if is_27b else head_dim
     if meta.get(".expert_count"):
-        config |= _experts(meta, facts["num_layers"])
+        config |= _experts(meta)
         if arch == "gpt-oss":
             width = meta.integer(
                 ".expert_feed_forward_length", "intermediate_size", facts["intermediate_size"]
             )
             config["intermediate_size"] = width
-    if arch == "deepseek2":
-        config |= _latent(meta)
+    if arch in LATENT:
+        config |= _latent(source)
     if arch.startswith("lfm2"):
-        config |= _convolutions(meta, facts, tensors)
+        config |= _convolutions(source)
     if arch == "exaone4" and window is None:
-        config["layer_types"] = ["full_attention"] * facts["num_layers"]
+        config["layer_types"] = ["full_attention"] * source.layers
+    if arch == "olmo2" and window:
+        config |= gguf_recent.olmo3(source)
+    if rule.config:
+        config |= rule.config(source)
     for key, name in rule.fields.items():
         if meta.get(key) is not None:
             config[name] = meta.number(key, name)
     return config
 
 
-def _experts(meta: GGUFMetadata, layers: int) -> dict[str, Any]:
-    """Return the fields of a config about experts, of a file with `layers` layers."""
+def _experts(meta: GGUFMetadata) -> dict[str, Any]:
+    """Return the fields of a config about experts."""
     config: dict[str, Any] = {
         name: value
         for key, names in _EXPERT_FIELDS.items()
         if (value := meta.get(key)) is not None
         for name in names
     }
+    meta.integer(".expert_used_count", "num_experts_per_tok")  # has no default
     config.setdefault("n_shared_experts", 0)
-    config["num_hidden_layers"] = layers - config.setdefault("num_nextn_predict_layers", 0)
     return config
 
 
-def _latent(meta: GGUFMetadata) -> dict[str, Any]:
+def _latent(source: GGUFSource) -> dict[str, Any]:
     """Return the fields of a config about latent attention, and its rotary embeddings."""
+    meta = source.meta
     rotary = meta.integer(".rope.dimension_count", "qk_rope_head_dim")
     # Older files have the sizes of whole heads at the usual keys; newer ones have those of cached entries there.
     key = meta.integer(".attention.key_length_mla", "head_dim", meta.get(".attention.key_length"))
@@ -222,31 +271,26 @@ def _latent(meta: GGUFMetadata) -> dict[str, Any]:
         grouped = meta.get(".expert_gating_func") != _SIGMOID
         config["topk_method"] = "group_limited_greedy" if grouped else "noaux_tc"
     if meta.get(".rope.scaling.type", "none") == "yarn":
-        config["rope_scaling"] = {
-            "rope_type": "yarn",
-            "factor": meta.number(".rope.scaling.factor", "factor"),
-            "original_max_position_embeddings": meta.integer(
-                ".rope.scaling.original_context_length", "original_max_position_embeddings"
-            ),
-        }
-        if multiplier := meta.get(".rope.scaling.yarn_log_multiplier"):
-            config["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / _YARN_LOG)
+        multiplier = meta.get(".rope.scaling.yarn_log_multiplier")
+        weight = multiplier / _YARN_LOG if multiplier else None
+        # A file has one of the two weights; published models have the same value for both.
+        config["rope_scaling"] = gguf_recent.yarn(source, weight) | ({"mscale": weight} if weight else {})
     return config
 
 
-def _convolutions(meta: GGUFMetadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+def _convolutions(source: GGUFSource) -> dict[str, Any]:
     """Return the fields of a config about LFM2's layers."""
-    attends = [f"blk.{i}.attn_q.weight" in tensors for i in range(facts["num_layers"])]
+    attends = source.layers_with("attn_q.weight")
     return {
         "layer_types": ["full_attention" if attend else "conv" for attend in attends],
-        "conv_L_cache": meta.integer(".shortconv.l_cache", "conv_L_cache"),
+        "conv_L_cache": source.meta.integer(".shortconv.l_cache", "conv_L_cache"),
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
         "use_expert_bias": True,
     }
 
 
-def _longrope(rope: RopeParams, meta: GGUFMetadata, tensors: dict[str, Any]) -> RopeParams:
+def _longrope(rope: RopeParams, meta: GGUFMetadata, tensors: Mapping[str, Any]) -> RopeParams:
     """Return the parameters of Phi-3's rule, whose divisors are tensors."""
     short, long = (
         tuple(np.asarray(tensors[f"rope_factors_{name}.weight"].data, dtype=np.float32).tolist())

@@ -76,5 +76,6 @@ FAMILY = Family(
     architectures=names("FalconH1", "falcon_h1"),
     parse=_parse,
     special="attention and Mamba-2 side by side in each layer, scaled halves",
+    gguf=("falcon-h1",),
     tools="hermes",
 )

@@ -122,6 +122,7 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="two head sizes, layers that share keys and values, an embedding per layer, experts beside the MLP",
+    gguf=("gemma4",),
     tools="gemma",
     reasoning="gemma",
 )

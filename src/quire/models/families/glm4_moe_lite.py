@@ -35,6 +35,7 @@ FAMILY = Family(
     architectures=names("Glm4MoeLite", "glm4_moe_lite"),
     parse=_parse,
     special="latent attention, sigmoid routing with a correction bias, a shared expert, first layer dense",
+    gguf=("deepseek2",),
     tools="glm45",
     reasoning="think",
 )

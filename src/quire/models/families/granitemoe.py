@@ -33,6 +33,7 @@ FAMILY = Family(
     architectures=names("GraniteMoe", "granitemoe"),
     parse=_parse,
     special="Granite 3 with experts",
+    gguf=("granitemoe",),
     tools="granite",
     reasoning="granite",
 )

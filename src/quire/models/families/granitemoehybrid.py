@@ -71,5 +71,6 @@ FAMILY = Family(
     architectures=names("GraniteMoeHybrid", "granitemoehybrid"),
     parse=_parse,
     special="Mamba-2 in most layers, attention without rotation, experts beside an MLP, multipliers of Granite 3",
+    gguf=("granitehybrid",),
     tools="hermes",
 )

@@ -58,5 +58,6 @@ FAMILY = Family(
     architectures=names("Jamba", "jamba"),
     parse=_parse,
     special="Mamba-1 in seven of eight layers, attention without rotation, experts in every other layer",
+    gguf=("jamba",),
     tools="apriel",
 )

@@ -105,5 +105,6 @@ FAMILY = Family(
     architectures=names("KimiLinear", "kimi_linear"),
     parse=_parse,
     special="Kimi delta attention in three of four layers, latent attention without rotation, sigmoid routing",
+    gguf=("kimi-linear",),
     tools="kimi_k2",
 )

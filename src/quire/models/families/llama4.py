@@ -83,5 +83,6 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="attention within chunks; every fourth layer without rotation, with growing queries; experts weigh inputs",
+    gguf=("llama4",),
     tools="pythonic",
 )

@@ -41,5 +41,6 @@ FAMILY = Family(
     architectures=names("MiniMaxM2", "minimax_m2"),
     parse=_parse,
     special="sigmoid routing with a correction bias, rotation of half a head, norm of all q and of all k heads together",
+    gguf=("minimax-m2",),
     reasoning="think",
 )

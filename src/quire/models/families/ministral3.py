@@ -37,6 +37,7 @@ FAMILY = Family(
     architectures=names("Ministral3", "ministral3"),
     parse=_parse,
     special="queries grow with their position",
+    gguf=("mistral3",),
     tools="mistral",
     reasoning="mistral",
 )

@@ -44,6 +44,7 @@ FAMILY = Family(
     architectures=names("Mistral4", "mistral4"),
     parse=_parse,
     special="latent attention whose queries grow with their position, experts, a shared expert",
+    gguf=("mistral4",),
     tools="mistral",
     reasoning="mistral",
 )

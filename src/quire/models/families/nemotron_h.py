@@ -89,6 +89,7 @@ FAMILY = Family(
     architectures=names("NemotronH", "nemotron_h"),
     parse=_parse,
     special="Mamba-2, attention without rotation, and MLPs or experts without gates as layers of their own",
+    gguf=("nemotron_h", "nemotron_h_moe"),
     tools="qwen3_coder",
     reasoning="think",
 )

@@ -32,6 +32,7 @@ FAMILY = Family(
     architectures=names("Olmo3", "olmo3"),
     parse=_parse,
     special="OLMo 2 with windows in three of four layers, which keep the plain rotation",
+    gguf=("olmo2",),
     tools="olmo3",
     reasoning="think",
 )

@@ -37,4 +37,5 @@ FAMILY = Family(
     architectures=names("Phi", "phi"),
     parse=_parse,
     special="one LayerNorm for attention and MLP, no gate, partial rotation",
+    gguf=("phi2",),
 )

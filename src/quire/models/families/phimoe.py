@@ -48,4 +48,5 @@ FAMILY = Family(
     architectures=("PhiMoEForCausalLM", *names("Phimoe", "phimoe")),
     parse=_parse,
     special="LayerNorm, experts chosen by SparseMixer, longrope",
+    gguf=("phimoe",),
 )

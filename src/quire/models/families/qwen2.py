@@ -22,6 +22,6 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="biases of q, k and v",
-    gguf=("qwen2",),
+    gguf=("qwen2", "qwen2vl"),
     tools="hermes",
 )

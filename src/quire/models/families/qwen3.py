@@ -28,7 +28,7 @@ FAMILY = Family(
     architectures=names("Qwen3", "qwen3", "qwen3_vl_text"),
     parse=_parse,
     special="norms of q and k heads",
-    gguf=("qwen3",),
+    gguf=("qwen3", "qwen3vl"),
     tools="hermes",
     reasoning="think",
 )

@@ -27,6 +27,7 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="Gated DeltaNet in three of four layers, gated attention with partial rotation",
+    gguf=("qwen35",),
     tools="qwen3_coder",
     reasoning="think",
 )

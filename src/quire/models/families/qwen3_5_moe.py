@@ -31,6 +31,7 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="Qwen3.5 with many small experts and a shared one with a gate",
+    gguf=("qwen35moe",),
     tools="qwen3_coder",
     reasoning="think",
 )

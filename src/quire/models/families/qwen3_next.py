@@ -86,6 +86,7 @@ FAMILY = Family(
     architectures=names("Qwen3Next", "qwen3_next"),
     parse=_parse,
     special="Gated DeltaNet in three of four layers, gated attention with partial rotation, a shared expert with a gate",
+    gguf=("qwen3next",),
     tools="hermes",
     reasoning="think",
 )

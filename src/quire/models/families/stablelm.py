@@ -31,4 +31,5 @@ FAMILY = Family(
     architectures=names("StableLm", "stablelm"),
     parse=_parse,
     special="LayerNorm, rotation of a quarter of a head",
+    gguf=("stablelm",),
 )

@@ -36,7 +36,7 @@ from quire.worker.step.step_shapes import row_sizes, token_sizes
 
 RESULTS = Path(__file__).parent / "results"
 LOADS, PROMPTS = ("streams", "arrivals", "prompts"), 64
-SLOWDOWNS = (3.5, 4.0, 3.0, 2.5, 2.0, 6.0, 10.0)
+SLOWDOWNS = (2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 10.0)
 TARGETS_MS = (10, 15, 20, 25, 30, 40, 60, 80, 120, 200)
 CHUNKS = (256, 512, 1024, 2048, 4096)
 TTFT_S, ITL_S = 2.0, 0.05  # of a good request: time to first token, and P99 of its inter-token latencies
@@ -180,35 +180,35 @@ def replay_traces(folder: Path, results: ResultFile) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw the curves and the goodput."""
+    """Draw throughput and inter-token latency over the target, and the goodput on traces."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5))
-    for column, (part, label) in enumerate(
-        (("targets", "--target-itl in ms"), ("slowdown", "--prefill-slowdown"))
-    ):
-        above = axes[0][column]
-        beside = above.twinx()
-        for load, colour in zip(LOADS, ("C0", "C1", "C2")):
-            free, *rows = (row for row in found[part] if row["load"] == load)
-            xs = [row["value"] for row in rows]
-            share = [row["tokens_per_s"] / free["tokens_per_s"] for row in rows]
-            above.plot(xs, [100 * value for value in share], "o-", color=colour, label=f"{load}: tokens/s")
-            beside.plot(
-                xs, [row["itl_p99_ms"] for row in rows], "s--", color=colour, label=f"{load}: ITL P99"
-            )
-            beside.plot(
-                xs, [row["itl_p50_ms"] for row in rows], ":", color=colour, label=f"{load}: ITL median"
-            )
-        above.set(xscale="log", xlabel=label, ylabel="output tokens/s, % of no limit", ylim=(60, 105))
-        above.set_xticks(xs, [f"{x:g}" for x in xs], minor=False)
-        above.set_xticks([], minor=True)
-        beside.set(ylabel="inter-token latency in ms", ylim=(0, None))
-        lines = [*above.get_legend_handles_labels(), *beside.get_legend_handles_labels()]
-        above.legend(lines[0] + lines[2], lines[1] + lines[3], fontsize=7, loc="center right")
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7))
+    left, right = axes[0]
+    for load, colour in zip(LOADS, ("C0", "C1", "C2")):
+        free, *rows = sorted(
+            (r for r in found["targets"] if r["load"] == load), key=lambda r: r["value"] or 0
+        )
+        targets = [row["value"] for row in rows]
+        left.plot(
+            targets, [100 * row["tokens_per_s"] / free["tokens_per_s"] for row in rows], "o-", label=load
+        )
+        right.plot(targets, [row["itl_p99_ms"] for row in rows], "o-", color=colour, label=f"{load}, P99")
+        right.plot(targets, [row["itl_p50_ms"] for row in rows], ":", color=colour, label=f"{load}, median")
+    right.plot(targets, targets, color="0.7", linewidth=1, label="the target")
+    left.set(ylabel="output tokens/s, % of no limit", ylim=(0, 108))
+    right.set(ylabel="inter-token latency in ms", yscale="log")
+    right.set_yticks(targets, [f"{x:g}" for x in targets])
+    for axis in (left, right):
+        axis.set(xlabel="--target-itl in ms", xscale="log")
+        axis.set_xticks(targets, [f"{x:g}" for x in targets])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     _draw_goodput(found["traces"], axes[1], pyplot)
     figure.suptitle("Simulated with step times of an H200, 8B shape in bfloat16")
     figure.tight_layout()
@@ -227,7 +227,7 @@ def _draw_goodput(rows: list[dict[str, Any]], axes: Any, pyplot: Any) -> None:
         axis.bar(places, [values[name] for name in names], 0.25, label=trace)
     axis.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize=8)
     axis.set(ylabel="% of the requests within 2 s and 50 ms", ylim=(0, 105))
-    axis.legend(fontsize=7, loc="lower right")
+    axis.legend(fontsize=7, loc="upper left")
 
 
 def main() -> None:

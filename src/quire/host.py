@@ -222,6 +222,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         block_bytes=size.block_bytes,
         kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
+        spec_method=config.spec_method,
         draft_weight_bytes=rank.draft_weight_bytes,
         num_parameters=spec.num_parameters,
         state_bytes=size.state_bytes,

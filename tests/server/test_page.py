@@ -401,6 +401,8 @@ RECEIPT = {
     "queue_ms": {"slots": 100.0},
     "prompt_tokens": {"total": 20, "cached": 16, "computed": 4, "cache_ended": "evicted"},
     "preemptions": 0,
+    "draft_tokens": 9,
+    "accepted_tokens": 7,
 }
 
 
@@ -409,7 +411,7 @@ def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
     code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
     code = code.replace("arguments[0]", "receipt")
     html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
-    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "was evicted", "decode"):
+    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "was evicted", "decode", "7 of 9 draft tokens"):
         assert wanted in html, wanted
     assert "read" not in html.replace("spread", "")
     assert html.count("<li>") + html.count('<li class="">') == 5
@@ -519,6 +521,35 @@ def test_terms_are_explained(busy: Server, browser: Browser) -> None:
     browser.click("#terms summary")
     assert "Time from the end of the previous step" in browser.text("#glossary")
     assert not browser.find("#drafts-legend").is_displayed()  # no step had drafts
+
+
+def test_figures_of_drafts_are_shown_if_there_are_any(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    code = """
+        const [state, totals] = arguments;
+        return import('/static/figures.js').then(({ Figures }) => {
+            const list = document.createElement('dl');
+            const figures = new Figures(list);
+            figures.show(state);
+            const plain = list.textContent;
+            Object.assign(state.stats.totals, totals);
+            figures.show(state);
+            return [plain, list.textContent];
+        })
+    """
+    counts = {"steps": 9, "generated_tokens": 0, "computed_tokens": 0, "prompt_tokens": 0, "preemptions": 0}
+    state = {
+        "shared_blocks": 0,
+        "stats": {
+            "load": {"running": 0, "waiting": 0},
+            "totals": {**counts, "draft_rows": 0},
+            **dict.fromkeys(("blocks", "free_blocks", "cached_blocks", "snapshot_rows"), 1),
+        },
+    }
+    drafts = {"draft_rows": 10, "draft_tokens": 25, "accepted_tokens": 14, "accepted_at": [9, 5, 0]}
+    plain, shown = browser.js(code, state, drafts)
+    assert "Drafts" not in plain
+    assert "Drafts accepted56.0 % of 25 · by position 90, 50, 0 %" in shown and "Accepted length2.40 tokens" in shown
 
 
 STEP = {

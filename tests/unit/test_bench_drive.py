@@ -50,6 +50,29 @@ def test_requests_come_when_they_are_due(bench: Bench) -> None:
     assert found["share_of_limit"] > 0 and not bench.client.engine.has_work
 
 
+def test_drafts_of_the_run_are_counted(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_tiny(tmp_path)), device="cpu", skip_tokenizer_init=True, kv_cache_memory=1 << 20,
+        spec_method="ngram", spec_tokens=3, spec_adaptive=False,
+    )  # fmt: skip
+    work = uniform(200, 3, 8, 30)
+    with Bench(config, MACHINE) as drafting:
+        first, second = drafting.run(work, GREEDY), drafting.run(work, GREEDY)
+        assert second.drafts.rows == first.drafts.rows > 0  # those of the run, not since the start
+        found = serving(second)
+        whole = latency(drafting, 2, 8, 20, 1, 2, GREEDY)
+    drafts = second.drafts
+    assert sum(drafts.accepted_at) == drafts.accepted <= drafts.tokens <= 3 * drafts.rows
+    assert found["spec_decode_draft_tokens"] == drafts.tokens
+    assert found["spec_decode_acceptance_length"] == 1 + drafts.accepted / drafts.rows
+    assert len(found["spec_decode_per_position_acceptance_rates"]) == 3
+    assert 0 < whole["spec_decode_num_drafts"] <= 2 * 2 * 20
+
+
+def test_without_drafts_there_are_no_figures_of_them(bench: Bench) -> None:
+    assert not any("spec_decode" in name for name in serving(bench.run(uniform(200, 1, 4, 2), GREEDY)))
+
+
 def test_a_limit_on_concurrency_delays_the_start(bench: Bench) -> None:
     run = bench.run(uniform(200, 3, 8, 4, seed=1), GREEDY, max_concurrency=1)
     ends = [one.token_times_s[-1] for one in run.served]

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,7 @@ from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
 from quire.host import build_engine
 from quire.models.config.load import load_spec
-from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
+from quire.types import ConfigError, DraftCounts, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0
 
@@ -99,6 +100,7 @@ class Bench:
             dynamic_ncols=True,
         )
         tokens = 0
+        drafts = self.drafts()
         held = False  # whether max_concurrency holds the next request back
         with bar, self._meter.measure() as energy:
             begin = time.monotonic()  # here, because reading the counters takes a moment
@@ -119,7 +121,11 @@ class Bench:
                 bar.set_postfix_str(f"{tokens / max(now, 1e-9):,.0f} tok/s out", refresh=False)
                 bar.update(_book(outputs, running, now))
         self.settle()
-        return Run(served, steps, begin, energy=energy)
+        return Run(served, steps, begin, energy=energy, drafts=self.drafts().since(drafts))
+
+    def drafts(self) -> DraftCounts:
+        """Return the counts of draft tokens since the start of the engine."""
+        return DraftCounts.of_totals(asdict(self._log.totals))
 
     def add(self, ids: Sequence[int], params: SamplingParams) -> str:
         """Queue a request and return its id."""

@@ -16,7 +16,7 @@ from typing import Any
 from quire.bench.cost import Cost, CostModel, Machine
 from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
-from quire.types import ConfigError, QuireError
+from quire.types import ConfigError, DraftCounts, QuireError
 
 
 class NothingServed(QuireError):
@@ -121,6 +121,7 @@ def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[st
         "max_output_tokens_per_s": _peak_rate(done, duration),
         "max_concurrent_requests": peak_concurrency(done),
         **summary(latencies_ms(run), percentiles),
+        **draft_figures(run.drafts),
         # The same figures under the names of `vllm bench throughput`.
         "elapsed_time": duration,
         "num_requests": len(done),
@@ -157,6 +158,23 @@ def limits(steps: Sequence[StepRecord], seconds: float, costs: CostModel, machin
             part.removesuffix("_s"): statistics.median(getattr(r, part) for r in steps) * 1e6
             for part in HOST_PARTS
         },
+    }
+
+
+def draft_figures(drafts: DraftCounts) -> dict[str, Any]:
+    """Return the figures of speculative decoding under the names of `vllm bench serve`; none if nothing was drafted.
+
+    Rates are in percent. The acceptance length is the mean number of tokens of a row with drafts.
+    """
+    if not drafts.rows:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": 100 * drafts.acceptance,
+        "spec_decode_acceptance_length": drafts.mean_accepted_length,
+        "spec_decode_num_drafts": drafts.rows,
+        "spec_decode_draft_tokens": drafts.tokens,
+        "spec_decode_accepted_tokens": drafts.accepted,
+        "spec_decode_per_position_acceptance_rates": [100 * rate for rate in drafts.rates],
     }
 
 

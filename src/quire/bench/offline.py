@@ -14,7 +14,7 @@ from tqdm import tqdm
 from quire.bench.drive import Bench
 from quire.bench.energy import joined
 from quire.bench.load.workloads import Workload, shifted, uniform
-from quire.bench.metrics import latencies_ms, limits, percentile, summary
+from quire.bench.metrics import draft_figures, latencies_ms, limits, percentile, summary
 from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
 
@@ -75,12 +75,15 @@ def latency(
         The result by the names of `vllm bench latency`; times in seconds.
     """
     runs: list[Run] = []
+    before = bench.drafts()
     shown = f"Batch of {batch_size}"
     for i in tqdm(range(warmup + iterations), desc=shown, unit="batch", disable=None, dynamic_ncols=True):
         work = uniform(bench.info.vocab_size, batch_size, input_len, output_len, seed=batch_size << 32 | i)
         run = bench.run(work, params)
         if i >= warmup:
             runs.append(run)
+        else:
+            before = bench.drafts()
     seconds = [run.duration_s for run in runs]
     steps: list[StepRecord] = [record for run in runs for record in run.steps]
     served: list[ServedRequest] = [one for run in runs for one in run.served]
@@ -94,6 +97,7 @@ def latency(
         "percentiles": {str(p): percentile(seconds, p) for p in PERCENTILES},
         "output_throughput": batch_size * output_len / statistics.fmean(seconds),
         **summary(latencies_ms(Run(served, steps, 0.0)), PERCENTILES),
+        **draft_figures(bench.drafts().since(before)),
         **limits(steps, sum(seconds), bench.costs, bench.machine),
         **joined([run.energy for run in runs]).figures(batch_size * output_len * len(runs)),
     }

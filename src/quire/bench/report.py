@@ -48,9 +48,28 @@ def print_serving(found: dict[str, Any], metrics: Sequence[str], percentiles: Se
             ]
         )
         _rows([(f"P{p:g} {label} (ms):", found[f"p{p:g}_{name}_ms"]) for p in percentiles])
+    print_drafts(found)
     if "share_of_limit" in found:  # known only for an engine in this process
         print_limits(found)
     print("=" * _WIDTH)
+
+
+def print_drafts(found: dict[str, Any]) -> None:
+    """Print the figures of speculative decoding, if there are any."""
+    if "spec_decode_num_drafts" not in found:
+        return
+    _heading("Speculative Decoding", "-")
+    rates = found["spec_decode_per_position_acceptance_rates"]
+    _rows(
+        [
+            ("Acceptance rate (%):", found["spec_decode_acceptance_rate"]),
+            ("Acceptance length:", found["spec_decode_acceptance_length"]),
+            ("Drafts:", found["spec_decode_num_drafts"]),
+            ("Draft tokens:", found["spec_decode_draft_tokens"]),
+            ("Accepted tokens:", found["spec_decode_accepted_tokens"]),
+            *((f"Acceptance at position {n} (%):", rate) for n, rate in enumerate(rates)),
+        ]
+    )
 
 
 def print_limits(found: dict[str, Any]) -> None:
@@ -78,6 +97,7 @@ def print_throughput(found: dict[str, Any]) -> None:
     print(f"Total num prompt tokens:  {found['total_input_tokens']}")
     print(f"Total num output tokens:  {found['total_output_tokens']}")
     print(f"Prompt tokens from the prefix cache:  {found['cached_tokens']}")
+    print_drafts(found)
 
 
 def print_latency(found: dict[str, Any]) -> None:
@@ -85,6 +105,7 @@ def print_latency(found: dict[str, Any]) -> None:
     print(f"Avg latency: {found['avg_latency']} seconds")
     for p, seconds in found["percentiles"].items():
         print(f"{p}% percentile latency: {seconds} seconds")
+    print_drafts(found)
     print_limits(found)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.bench.energy import Energy
 from quire.core.steplog import StepRecord
+from quire.types import DraftCounts
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Run:
     begin_s: float  # on the clock of the step log
     client_processor_s: float | None = None  # CPU time of the client, for a server
     energy: Energy = field(default_factory=Energy)  # of the GPU of an engine in this process
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def completed(self) -> list[ServedRequest]:

@@ -24,7 +24,7 @@ from quire.cli.bench_flags import (
 )
 from quire.cli.bench_load import RequestPlan, ServerCard
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
-from quire.types import ConfigError
+from quire.types import ConfigError, DraftCounts
 
 if TYPE_CHECKING:
     from quire.bench.load.datasets import BenchRequest
@@ -84,7 +84,7 @@ async def _bench(args: argparse.Namespace, test: LoadTest) -> None:
         if args.users is not None:
             return await _run_users(args, client, load, test.levels)
         requests, times = load.requests()
-        done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
+        done = await _serve(args, client, requests, times, args.max_concurrency)
     _report(args, server, requests, done)
 
 
@@ -146,6 +146,29 @@ def _vocab(server: ServerCard, tokenizer: Tokenizer | None) -> int:
     return found
 
 
+async def _serve(
+    args: argparse.Namespace,
+    client: LoadClient,
+    requests: list[BenchRequest],
+    times_s: list[float],
+    max_concurrency: int | None,
+) -> Run:
+    """Send the requests, and count the drafts that the server verifies meanwhile."""
+    before = await _drafts(client, DraftCounts())
+    done = await client.run(requests, times_s, max_concurrency, _shows_progress(args))
+    done.drafts = (await _drafts(client, before)).since(before)
+    return done
+
+
+async def _drafts(client: LoadClient, unknown: DraftCounts) -> DraftCounts:
+    """Return the drafts that the server has counted, or `unknown` if it does not tell."""
+    try:
+        stats = await client.get("/stats")
+        return DraftCounts.of_stats(stats["drafts"])
+    except (ConfigError, TypeError, KeyError):  # it has ended, or is another server
+        return unknown
+
+
 async def _run_users(
     args: argparse.Namespace,
     client: LoadClient,
@@ -164,7 +187,7 @@ async def _run_users(
         skip += count
         if _shows_progress(args):
             print(f"{users} users, {count} requests", file=sys.stderr)
-        done = await client.run(requests, times, users, _shows_progress(args))
+        done = await _serve(args, client, requests, times, users)
         wanted = sorted({*percentiles, 99.0})
         found = serving(done, wanted, args.goodput)
         levels.append({"max_concurrency": users, "num_prompts": count, **found})
@@ -181,7 +204,7 @@ async def _run_workload(
 
     requests, times = load.requests()
     await load.warm_up(client)
-    done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
+    done = await _serve(args, client, requests, times, args.max_concurrency)
     _print_errors(done)
     found = serving(done, sorted({*chosen_figures(args)[1], 99.0}), args.goodput)
     test.levels.append({"workload": args.workload, "num_prompts": len(requests), **found})

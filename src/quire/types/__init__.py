@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from quire.types.draft_counts import DraftCounts
 from quire.types.engine_io import (
     EngineInfo,
     EngineLive,
@@ -90,6 +91,7 @@ __all__ = [
     "REJECTED",
     "BlockKey",
     "BlockMover",
+    "DraftCounts",
     "BlockTable",
     "CompletionOutput",
     "ConfigError",

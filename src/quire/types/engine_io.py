@@ -167,6 +167,7 @@ class EngineInfo:
     # Groups of layers, each with its own blocks: number of layers, and window or None.
     kv_groups: list[tuple[int, int | None]] = field(default_factory=lambda: [(0, None)])
     kv_dtype: str = ""  # of KV entries; if they are codes, scales follow
+    spec_method: str = "off"
     draft_weight_bytes: int = 0  # of the network that drafts, on each rank
     state_bytes: int = 0  # that layers with a recurrence keep of each request, and in each snapshot
     states_per_request: int = 1  # 1 + most draft tokens

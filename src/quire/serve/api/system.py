@@ -16,7 +16,7 @@ from quire.serve.async_engine import AsyncEngine
 from quire.serve.http.auth import ApiClient
 from quire.serve.http.wire import json_response
 from quire.serve.observe.histogram import Histogram
-from quire.types import EngineStats
+from quire.types import DraftCounts, EngineStats
 
 
 def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
@@ -131,15 +131,13 @@ def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats)
     return counts
 
 
-def _drafts(totals: dict[str, Any]) -> dict[str, Any]:
-    rows, drafted, accepted = totals["draft_rows"], totals["draft_tokens"], totals["accepted_tokens"]
+def _drafts(method: str, totals: dict[str, Any]) -> dict[str, Any]:
+    counts = DraftCounts.of_totals(totals)
     return {
-        "rows": rows,
-        "tokens": drafted,
-        "accepted": accepted,
-        "accepted_at": totals["accepted_at"],
-        "acceptance": round(accepted / drafted, 4) if drafted else 0.0,
-        "mean_accepted_length": round(1 + accepted / rows, 3) if rows else 1.0,
+        "method": method,
+        **asdict(counts),
+        "acceptance": round(counts.acceptance, 4),
+        "mean_accepted_length": round(counts.mean_accepted_length, 3),
     }
 
 
@@ -193,7 +191,7 @@ async def stats(request: Request) -> Response:
                 "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
                 "by_client": engine_stats.served_tokens,
             },
-            "drafts": _drafts(totals),
+            "drafts": _drafts(engine.info.spec_method, totals),
             "latency_ms": {
                 "ttft": spread(account.ttft_s, 1000),
                 "itl": spread(account.itl_s, 1000),

@@ -31,6 +31,12 @@ export class Figures {
     if (stats.snapshot_rows) this.put("snapshots", "State snapshots", count(stats.snapshots), `of ${count(stats.snapshot_rows)}`);
     const seen = totals.prompt_tokens;
     this.put("cache-hits", "Prefix cache hits", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
+    if (totals.draft_rows) {
+      const shares = totals.accepted_at.map((accepted) => Math.round((100 * accepted) / totals.draft_rows));
+      const by = `of ${count(totals.draft_tokens)} · by position ${shares.join(", ")} %`;
+      this.put("acceptance", "Drafts accepted", `${((100 * totals.accepted_tokens) / totals.draft_tokens).toFixed(1)} %`, by);
+      this.put("accepted-length", "Accepted length", (1 + totals.accepted_tokens / totals.draft_rows).toFixed(2), "tokens");
+    }
     this.put("preemptions", "Preemptions", count(totals.preemptions));
     this.put("evictions", "Evictions", count(totals.evictions ?? 0));
   }

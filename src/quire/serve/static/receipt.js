@@ -51,6 +51,7 @@ function notes(receipt) {
     .map(([cause, ms]) => `queued for ${CAUSES[cause] ?? asName(cause)}: ${asText(ms)}`);
   const ended = receipt.prompt_tokens?.cache_ended;
   if (ended && ended !== "end") found.push(`prefix cache: ${CACHE_ENDED[ended] ?? ended}`);
+  if (receipt.draft_tokens) found.push(`${receipt.accepted_tokens} of ${receipt.draft_tokens} draft tokens accepted`);
   if (receipt.preemptions) found.push(`preempted ${receipt.preemptions} times, ${receipt.recomputed_tokens} tokens recomputed`);
   return found.join(" · ");
 }

@@ -15,6 +15,8 @@ export const TERMS = {
   "cache-hits": ["Prefix cache hits", "Share of all prompt tokens since the start that were found in the prefix cache and not computed again."],
   preemptions: ["Preemptions", "How often a running request gave up its blocks to another one since the start. It is computed again later."],
   snapshots: ["State snapshots", "States of linear attention, Mamba or convolutions that the prefix cache can restore."],
+  acceptance: ["Drafts accepted", "Share of the draft tokens since the start that became output, and of each position the share of the rows with drafts (speculative decoding)."],
+  "accepted-length": ["Accepted length", "Mean number of tokens that a row with drafts generates in a step."],
   evictions: ["Evictions", "Cached blocks that were overwritten since the start, because no blank block was left."],
   // steps
   step: ["Step", "One pass of the model over the batch. The newest step is on the right."],

@@ -17,6 +17,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
+from quire.core.snapshot_pages import SnapshotPages
 from quire.disaggregation.start import Prefills, start_prefills
 from quire.frontend.block_secret import block_secret
 from quire.frontend.location import locate_model, locate_tokenizer
@@ -138,7 +139,7 @@ def _build(
     clock.end("kv_cache")
     if prefills is not None:
         prefills.processes.await_ready()
-    rows = start.run("host_rows")
+    rows = start.run("host_rows", -start.run("least_pages"))
     start.run("open_tiers", rows)
     start.run("rehearse")
     engine = wire_engine(
@@ -180,7 +181,12 @@ def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> 
     files, found = rank.stored_blocks()
     block_bytes = rank.size.block_bytes * rank.config.num_ranks
     return connect_tiers(
-        group.mover(rank.mover), rows=rows, files=files, found=found, block_bytes=block_bytes
+        group.mover(rank.mover),
+        rows=rows,
+        files=files,
+        found=found,
+        block_bytes=block_bytes,
+        pages=SnapshotPages(len(rank.size.groups), rank.first_page, rank.pages),
     )
 
 

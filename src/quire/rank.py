@@ -24,7 +24,7 @@ from quire.assembly.parts import pick_attention_parts
 from quire.assembly.speculation import pick_speculation
 from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buffers
 from quire.assembly.steps import pick_launch, step_limits
-from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
+from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover, snapshot_pages
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.env import Env
@@ -39,7 +39,7 @@ from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import KVSize, gpu_memory
 from quire.worker.runner import Runner
-from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.block_bytes import BlockBytes, SnapshotBytes
 from quire.worker.transfer.mover import CpuCopier, LocalMover
 from quire.worker.transfer.shared_memory import SharedMemory
 from quire.worker.worker import Worker
@@ -65,6 +65,7 @@ class Rank:
     runner: Runner  # from `allocate` on
     size: KVSize
     mover: LocalMover | None = None  # from `open_tiers` on, with kv_host_memory
+    pages: int  # of a snapshot in host memory, from `host_rows` on
 
     def __init__(
         self,
@@ -223,9 +224,23 @@ class Rank:
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
         self.runner = self.worker.allocate(self.size, self.exports)
 
-    def host_rows(self) -> int:
-        """Return the rows of host memory for this rank's part of evicted blocks."""
-        return host_rows(self.config, self.size.block_bytes)
+    def least_pages(self) -> int:
+        """Return minus the pages into which this rank cuts a snapshot: ranks agree on the smallest result."""
+        state_bytes = self._memory.state_bytes if self.size.num_snapshots else 0
+        return -snapshot_pages(self.config, state_bytes, self.size.block_bytes)
+
+    @property
+    def first_page(self) -> int:
+        """Return the number of the first page of a snapshot, behind the blocks and the dummy block."""
+        return self.size.num_blocks + 1
+
+    def host_rows(self, pages: int) -> int:
+        """Return the rows of host memory for this rank's part of evicted blocks, and of snapshots of `pages` pages."""
+        self.pages = pages
+        parts = self.worker.snapshots(self.size) if pages else []
+        self._snapshots = SnapshotBytes(parts, pages, self.first_page)
+        self._row_bytes = max(self.size.block_bytes, self._snapshots.page_bytes)
+        return host_rows(self.config, self._row_bytes)
 
     def open_tiers(self, rows: int) -> None:
         """Open `rows` rows of host memory, and the files of kv_disk, for evicted blocks."""
@@ -240,8 +255,11 @@ class Rank:
             backend=self.backend.name,
             dtype=self.dtype,
             rank=self._place.rank,
+            pages=self.pages,
         )
-        self.mover = open_mover(self.config, blocks, rows, self.guard, fingerprint)
+        self.mover = open_mover(
+            self.config, blocks, self._snapshots, rows, self._row_bytes, self.device, fingerprint
+        )
 
     def shared_offsets(self) -> list[int]:
         """Return the places of the tensors of blocks in shared memory; none unless this is a prefill engine."""
@@ -256,7 +274,7 @@ class Rank:
     def stored_blocks(self) -> tuple[int, list[BlockKey]]:
         """Return the most files that kv_disk may hold, and the keys of those that exist, oldest first."""
         found = self.mover.found() if self.mover is not None else []
-        return disk_blocks(self.config, self.size.block_bytes), found
+        return disk_blocks(self.config, self._row_bytes), found
 
     def rehearse(self) -> None:
         """Run a first request and capture common steps. A CPU has nothing to compile or capture."""
@@ -286,7 +304,8 @@ class Rank:
         "count_snapshots": count_snapshots,
         "count_blocks": count_blocks,
         "allocate": allocate,
-        "host_rows": lambda rank, _: rank.host_rows(),
+        "least_pages": lambda rank, _: rank.least_pages(),
+        "host_rows": host_rows,
         "open_tiers": open_tiers,
         "rehearse": lambda rank, _: rank.rehearse(),
         "finish": lambda rank, _: rank.finish(),

@@ -25,8 +25,10 @@ from quire.core.remote_prefill import PrefillEngines, RemotePrefill
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
+from quire.core.snapshot_pages import NO_PAGES, SnapshotPages
 from quire.core.snapshot_policy import SnapshotPolicy
-from quire.core.snapshots import NoSnapshots, SnapshotPool, Snapshots
+from quire.core.snapshot_pool import SnapshotPool
+from quire.core.snapshots import NoSnapshots, Snapshots
 from quire.core.steplog import StepLog
 from quire.types import BlockKey, BlockMover, Executor, KVGroup, RequestTargets, Totals, max_logit_rows
 
@@ -143,7 +145,13 @@ def connect_prefills(mover: BlockMover, engines: PrefillEngines, block_bytes: in
 
 
 def connect_tiers(
-    mover: BlockMover, *, rows: int, files: int, found: Sequence[BlockKey], block_bytes: int
+    mover: BlockMover,
+    *,
+    rows: int,
+    files: int,
+    found: Sequence[BlockKey],
+    block_bytes: int,
+    pages: SnapshotPages = NO_PAGES,
 ) -> Connect:
     """Return what makes the connector to host memory and disk.
 
@@ -153,11 +161,13 @@ def connect_tiers(
         files: most files of the disk; 0 without one.
         found: keys of the files that exist, oldest first.
         block_bytes: bytes of a block on all ranks.
+        pages: how snapshots of states are kept.
     """
 
     def connect(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
         disk = DiskTier(files, found)
-        return KVTiers(FetchBook(blocks, cache), mover, HostTier(rows), disk, totals, block_bytes)
+        book = FetchBook(blocks, cache, pages)
+        return KVTiers(book, mover, HostTier(rows), disk, totals, block_bytes)
 
     return connect
 

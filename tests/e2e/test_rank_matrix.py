@@ -1,8 +1,9 @@
-"""The switch matrix over ranks: tensor, pipeline and expert parallelism, with any other switch, change no token.
+"""The switch matrix over ranks: tensor, pipeline, expert and data parallelism, with any other switch, change no token.
 
-Each case is a kind of ranks, a kind of model and a value of every switch. The cases cover all pairs of values. Ranks
-are threads (thread_engine.py), so a case takes a second. Compared in float32 with one rank that runs a request at a
-time, without any of the switches.
+Each case is a kind of ranks, a kind of model and a value of every switch. The cases cover all pairs of values; replicas,
+which do not know of each other, are paired with every value of the switches. Ranks and engine processes are threads
+(thread_engine.py, thread_replicas.py), so a case takes a second. Compared in float32 with one rank that runs a request
+at a time, without any of the switches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from quire.core.engine import Engine
 from quire.speculation.drafter import Speculation
 from quire.types import EngineRequest, SamplingParams, StructuredOutputsParams, Totals
 from thread_engine import thread_engine
+from thread_replicas import ReplicatedEngine, thread_replicas
 
 RANKS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
@@ -38,9 +41,10 @@ RANKS: dict[str, dict[str, Any]] = {
         "tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_exchange": "all-to-all",
     },
 }  # fmt: skip
+REPLICAS: dict[str, dict[str, Any]] = {"DP 2": {"data_parallel_size": 2}}
+KINDS = RANKS | REPLICAS
 IN_EVERY_RUN = {"PP 2"}  # tensor and expert parallelism have shorter tests in test_ranks.py
 WITH_EXPERTS = {"moe", "hybrid", "latent"}
-WITH_STATES = {"states", "hybrid"}
 MAX_LEN, BLOCK = 128, 16
 # The values of each switch; the first is the default.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -73,11 +77,22 @@ def pairs_of(case: Case) -> set[Any]:
     return set(itertools.combinations(case.items(), 2))
 
 
-def all_pairs(rng: random.Random) -> list[Case]:
-    """Return cases that contain every legal pair of values, chosen greedily among random ones."""
-    missing: set[Any] = set()
-    for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2):
-        missing |= {((a, x), (b, y)) for x in xs for y in ys}
+def all_pairs(factors: dict[str, tuple[Any, ...]]) -> set[Any]:
+    """Return every pair of values of two factors."""
+    found: set[Any] = set()
+    for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
+        found |= {((a, x), (b, y)) for x in xs for y in ys}
+    return found
+
+
+def pairs_with(kind: str) -> set[Any]:
+    """Return every pair of a kind of ranks and a value of a switch."""
+    return {pair for pair in all_pairs(FACTORS | {"ranks": (kind,)}) if ("ranks", kind) in pair}
+
+
+def cover(missing: set[Any], rng: random.Random) -> list[Case]:
+    """Return cases that contain every legal pair of `missing`, chosen greedily among random ones."""
+    missing = set(missing)
     cases: list[Case] = []
     for pair in sorted(missing, key=str):
         if pair not in missing:
@@ -91,7 +106,7 @@ def all_pairs(rng: random.Random) -> list[Case]:
     return cases
 
 
-CASES = all_pairs(random.Random(1))
+CASES = cover(all_pairs(FACTORS), random.Random(1)) + cover(pairs_with("DP 2"), random.Random(2))
 
 
 def make_requests(model: str) -> list[EngineRequest]:
@@ -116,7 +131,9 @@ def make_requests(model: str) -> list[EngineRequest]:
     return requests
 
 
-def serve(engine: Engine, requests: list[EngineRequest], rng: random.Random) -> dict[str, list[int]]:
+def serve(
+    engine: Engine | ReplicatedEngine, requests: list[EngineRequest], rng: random.Random
+) -> dict[str, list[int]]:
     """Run requests that arrive at random, and return their tokens."""
     todo = rng.sample(requests, len(requests))
     got: dict[str, list[int]] = {}
@@ -127,6 +144,17 @@ def serve(engine: Engine, requests: list[EngineRequest], rng: random.Random) -> 
             assert output.finish_reason != "error", output
             got.setdefault(output.id, []).extend(output.token_ids)
     return got
+
+
+@contextmanager
+def open_engine(config: EngineConfig) -> Iterator[Engine | ReplicatedEngine]:
+    """Build the engine or the replicas of a configuration out of threads, and close them at the end."""
+    if config.data_parallel_size > 1:
+        with thread_replicas(config) as replicas:
+            yield replicas
+    else:
+        with thread_engine(config) as (engine, _):
+            yield engine
 
 
 class Matrix:
@@ -155,8 +183,9 @@ class Matrix:
 
         Converted weights have scales for each rank's part of a row, so those answers are of as many ranks.
         """
-        ranks = {} if case["quantization"] == "auto" else dict(RANKS[case["ranks"]])
-        ranks.pop("pipeline_parallel_size", None)
+        ranks = {} if case["quantization"] == "auto" else dict(KINDS[case["ranks"]])
+        for whole in ("pipeline_parallel_size", "data_parallel_size"):
+            ranks.pop(whole, None)
         key = case["model"], case["quantization"], case["kv_cache_dtype"], str(ranks)
         if key not in self._expected:
             found = self._expected[key] = {}
@@ -171,7 +200,7 @@ class Matrix:
         """Return the kv_cache_memory of each rank that holds little more than one longest request."""
         key = case["model"], case["ranks"], case["kv_cache_dtype"], case["drafts"] == "draft"
         if key not in self._block_bytes:
-            probe = settings | {"max_num_seqs": 512, "kv_host_memory": None}
+            probe = settings | {"max_num_seqs": 512, "kv_host_memory": None, "data_parallel_size": 1}
             with thread_engine(EngineConfig(**probe)) as (_, info):
                 self._block_bytes[key] = settings["kv_cache_memory"] // info.num_blocks, len(info.kv_groups)
         block_bytes, groups = self._block_bytes[key]
@@ -179,7 +208,7 @@ class Matrix:
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Return the settings of the engine of a case."""
-        settings = self._base(case) | RANKS[case["ranks"]]
+        settings = self._base(case) | KINDS[case["ranks"]]
         settings |= {name: case[name] for name in ("prefix_caching", "overlap")}
         settings["max_num_batched_tokens"] = case["step_tokens"]
         if case["drafts"] == "draft":
@@ -200,7 +229,7 @@ class Matrix:
                 answers = [list(request.prompt) + expected[request.id] for request in requests]
                 drafts = Speculation(lambda context: AnswerDrafter(context, answers), 3)
                 patch.setattr(quire.rank, "pick_speculation", lambda config, load: drafts)
-            with thread_engine(EngineConfig(**self.settings(case))) as (engine, _):
+            with open_engine(EngineConfig(**self.settings(case))) as engine:
                 for turn in range(2):
                     got = serve(engine, requests, random.Random(seed + turn))
                     wrong = [name for name, tokens in got.items() if tokens != expected[name]]
@@ -225,7 +254,8 @@ def _ranks(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("loud_weights")
-@pytest.mark.parametrize("ranks", [_ranks(name) for name in RANKS])
+@pytest.mark.timeout(900)  # kinds of four ranks take long on a busy machine
+@pytest.mark.parametrize("ranks", [_ranks(name) for name in KINDS])
 def test_every_pair_of_switches(matrix: Matrix, ranks: str) -> None:
     seen = Counter[str]()
     for seed, case in enumerate(CASES):
@@ -249,12 +279,12 @@ def test_blocks_of_preempted_requests_come_back_from_host_memory(
     totals = matrix.run(case, 3)
     assert totals.moved_bytes["save"]
     assert totals.preemptions or model == "windows"
-    assert totals.fetched_tokens or model in WITH_STATES
+    assert totals.fetched_tokens
 
 
 def test_the_cases_contain_all_pairs() -> None:
     covered = set().union(*(pairs_of(case) for case in CASES))
-    for ranks, model in itertools.product(RANKS, FACTORS["model"]):
+    for ranks, model in itertools.product(KINDS, FACTORS["model"]):
         is_legal = not ranks.startswith("EP") or model in WITH_EXPERTS
         assert ((("ranks", ranks), ("model", model)) in covered) == is_legal
     assert len(CASES) < 80 and all(legal(case) for case in CASES)

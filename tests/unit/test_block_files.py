@@ -13,7 +13,7 @@ import torch
 from quire.files.secret import folder_secret
 from quire.types import ConfigError, TransferOrder
 from quire.worker.executor import device_guard
-from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.block_bytes import BlockBytes, SnapshotBytes
 from quire.worker.transfer.files import BlockFiles
 from quire.worker.transfer.mover import CpuCopier, LocalMover
 
@@ -167,17 +167,40 @@ def test_blocks_travel_through_all_tiers(dtype: torch.dtype, files: BlockFiles) 
     mover.close()
 
 
+@pytest.mark.parametrize("pages", [1, 3, 7])
+def test_pages_of_snapshots_travel_like_blocks(pages: int) -> None:
+    blocks, parts = torch.zeros(5, 999), [torch.randn(4, 3, 5), torch.randn(4, 2).bfloat16()]
+    snapshots = SnapshotBytes(parts, pages, first=5)
+    assert (pages - 1) * snapshots.page_bytes < 64 <= pages * snapshots.page_bytes
+    before = [part.clone() for part in parts]
+    copier = CpuCopier(BlockBytes([(blocks,)]), 2 * pages, blocks[0].nbytes, snapshots)
+    numbers = [5 + row * pages + page for row in (2, 0) for page in range(pages)]
+    copier.begin_save(numbers, list(range(2 * pages)))()
+    copier.begin_load(
+        list(range(2 * pages)), [5 + row * pages + page for row in (3, 2) for page in range(pages)]
+    )()
+    for part, old in zip(parts, before):
+        assert torch.equal(part[3], old[2]) and torch.equal(part[2], old[0])
+        assert torch.equal(part[:2], old[:2])
+    assert not blocks.any()
+
+
 @pytest.mark.gpu
-def test_blocks_travel_from_a_gpu_and_back() -> None:
+def test_blocks_and_snapshots_travel_from_a_gpu_and_back() -> None:
     from quire.worker.transfer.mover import GpuCopier
 
     device = torch.device("cuda")
-    blocks = torch.randn(64, 4, 1000, device=device)
-    before = blocks.clone()
-    mover = LocalMover(GpuCopier(BlockBytes([(blocks,)]), 64, buffer_blocks=3), device_guard(device))
+    blocks, states = torch.randn(60, 4, 1000, device=device), torch.randn(2, 7000, device=device)
+    before = blocks.clone(), states.clone()
+    snapshots = SnapshotBytes([states], pages=2, first=60)
+    copier = GpuCopier(
+        BlockBytes([(blocks,)]), 64, blocks[0].nbytes, buffer_rows=3, device=device, snapshots=snapshots
+    )
+    mover = LocalMover(copier, device_guard(device))
     mover.start([TransferOrder(1, "save", list(range(64)), list(range(64))[::-1])])
     blocks.zero_()  # the next step overwrites the blocks
+    states.zero_()
     assert run(mover, TransferOrder(2, "load", list(range(64))[::-1], list(range(64)))).keys() <= {1, 2}
     torch.cuda.synchronize()
-    assert torch.equal(blocks, before)
+    assert torch.equal(blocks, before[0]) and torch.equal(states, before[1])
     mover.close()

@@ -25,6 +25,8 @@ from quire.core.fetches import FetchBook
 from quire.core.host_tier import DiskTier, HostTier
 from quire.core.kv_tiers import KVTiers
 from quire.core.prefix_cache import HashPrefixCache
+from quire.core.snapshot_pages import NO_PAGES, SnapshotPages
+from quire.core.snapshot_pool import SnapshotPool
 from quire.types import BlockKey, TransferEnd, TransferOrder
 
 assert VOCAB and EOS == 0  # of the model that `reference` is
@@ -36,13 +38,16 @@ class FakeMover:
     As on a GPU, a save runs in the stream of steps, and a load starts when the steps launched before it have run.
     """
 
-    def __init__(self, device: FakeDevice, seed: int = 0, loses: float = 0.0) -> None:
-        self.device, self.rng, self.loses = device, random.Random(seed), loses
+    def __init__(
+        self, device: FakeDevice, seed: int = 0, loses: float = 0.0, pages: SnapshotPages = NO_PAGES
+    ) -> None:
+        self.device, self.rng, self.loses, self.pages = device, random.Random(seed), loses, pages
+        self.loaded: dict[int, list] = {}  # by snapshot row: what has been loaded into its pages
         self.rows: dict[int, dict] = {}
         self.files: dict[BlockKey, dict] = {}
         self.saving: Counter[int] = Counter()
         self.open: list[tuple[TransferOrder, list]] = []
-        self.closed = False
+        self.closed, self.loaded_snapshots = False, 0
 
     def start(self, orders: list[TransferOrder]) -> None:
         for order in orders:
@@ -56,21 +61,46 @@ class FakeMover:
 
     def _save(self, order: TransferOrder, reached: list) -> None:
         for block, row in zip(order.sources, order.targets):
-            self.rows[row] = {
-                p: self.device.kv[block, p]
-                for p in range(self.device.block_size)
-                if (block, p) in self.device.kv
-            }
+            self.rows[row] = self._contents(block)
             self.saving[row] -= 1
         reached.append(True)
+
+    def _page(self, number: int) -> tuple[int, int] | None:
+        """Return the snapshot row and the index of a page, or None for the number of a block."""
+        if not self.pages.count or number < self.pages.first:
+            return None
+        return divmod(number - self.pages.first, self.pages.count)
+
+    def _contents(self, number: int) -> dict:
+        if page := self._page(number):
+            return {page[1]: self.device.snapshots[page[0]]}
+        size, kv = self.device.block_size, self.device.kv
+        return {p: kv[number, p] for p in range(size) if (number, p) in kv}
+
+    def _fill(self, number: int, contents: dict) -> None:
+        if page := self._page(number):
+            self._fill_page(*page, contents)
+            return
+        for position, entry in contents.items():
+            self.device.kv[number, position] = entry
+
+    def _fill_page(self, row: int, index: int, contents: dict) -> None:
+        """Load a page of a snapshot, whose row holds a state when all of its pages are of that state."""
+        snapshots, whole = self.device.snapshots, self.loaded.get(row)
+        if whole is None or snapshots.get(row) is not whole:  # the device has used the row since
+            whole = self.loaded[row] = [None] * self.pages.count
+        whole[index] = contents.get(index, "of another page")
+        snapshots[row] = whole
+        if len(set(whole)) == 1:
+            snapshots[row] = whole[0]
+            self.loaded_snapshots += 1
 
     def _copy(self, order: TransferOrder) -> list[int]:
         failed = []
         for index, (source, target) in enumerate(zip(order.sources, order.targets)):
             if order.kind == "load":
                 assert not self.saving[source], "a row is loaded that is not saved yet"
-                for position, entry in self.rows[source].items():
-                    self.device.kv[target, position] = entry
+                self._fill(target, self.rows[source])
             elif order.kind == "write":
                 self.files[order.keys[index]] = dict(self.rows[source])
             elif order.kind == "read":
@@ -109,10 +139,14 @@ class FakeMover:
 
 def add_tiers(engine, rows: int, files: int, seed: int = 0, loses: float = 0.0) -> KVTiers:
     """Put host memory and a disk behind the device of an engine that caches prefixes."""
-    blocks = engine.scheduler.blocks
-    mover = FakeMover(engine.executor, seed, loses)
+    blocks, pages = engine.scheduler.blocks, NO_PAGES
+    if isinstance(blocks.snapshots, SnapshotPool):
+        pages = SnapshotPages(
+            len(blocks.groups), blocks.pool.num_blocks + 1, random.Random(seed).choice([1, 3])
+        )
+    mover = FakeMover(engine.executor, seed, loses, pages)
     tiers = KVTiers(
-        FetchBook(blocks, blocks.cache),
+        FetchBook(blocks, blocks.cache, pages),
         mover,
         HostTier(rows),
         DiskTier(files),
@@ -134,12 +168,12 @@ def conversations(rng: random.Random, max_len: int) -> list:
     return found
 
 
-def random_run(seed: int, fails: bool = False) -> dict[str, int]:
+def random_run(seed: int, fails: bool = False, hard: bool = False, **settings) -> dict[str, int]:
+    """Run a random load. With `hard` every tier is in use and loses much, so that a broken rule shows early."""
     rng = random.Random(seed)
-    engine, max_len = make_engine(rng, prefix=True, layout="paged")
-    tiers = add_tiers(
-        engine, rng.choice([1, 3, 8, 200]), rng.choice([0, 4, 100]), seed, rng.choice([0, 0, 0.3])
-    )
+    engine, max_len = make_engine(rng, prefix=True, layout="paged", **settings)
+    rows, files, loses = rng.choice([1, 3, 8, 200]), rng.choice([0, 4, 100]), rng.choice([0, 0, 0.3])
+    tiers = add_tiers(engine, *((40, 100) if hard else (rows, files)), seed, 0.5 if hard else loses)
     engine.executor.failing = random.Random(seed) if fails else None
     todo = conversations(rng, max_len)
     assign_clients(random.Random(seed), todo)
@@ -159,6 +193,7 @@ def random_run(seed: int, fails: bool = False) -> dict[str, int]:
         **totals.fetched_tokens,
         "preemptions": totals.preemptions,
         "saved": totals.moved_bytes.get("save", 0),
+        "snapshots": tiers.mover.loaded_snapshots,
     }
 
 
@@ -167,7 +202,7 @@ def test_random_loads_agree_with_sequential_decoding(start: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(start, start + 150):
         seen.update(random_run(seed, fails=seed % 3 == 0))
-    assert all(seen[name] for name in ("host", "disk", "saved", "preemptions")), seen
+    assert all(seen[name] for name in ("host", "disk", "saved", "preemptions", "snapshots")), seen
 
 
 SMALL = dict(
@@ -303,9 +338,22 @@ def _break_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeMover, "start", start)
 
 
-@pytest.mark.parametrize("rule", [_break_pinning, _break_abandoning, _break_failures, _break_saving])
+def _break_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish a snapshot when its first page arrives."""
+
+    def arrive_page(self: FetchBook, fetch, item, ok: bool) -> None:
+        self.snapshots.insert(item.key[1], fetch.row)
+
+    monkeypatch.setattr(FetchBook, "_arrive_page", arrive_page)
+
+
+RULES = [_break_pinning, _break_abandoning, _break_failures, _break_saving, _break_pages]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_noticed(rule, monkeypatch: pytest.MonkeyPatch) -> None:
     rule(monkeypatch)
+    settings = {} if rule is _break_pages else {"snapshots": None}  # loads fetch more blocks without states
     with pytest.raises(Exception):  # noqa: B017  an assertion, or a crash of the loop
         for seed in range(1000, 2000):
-            random_run(seed)
+            random_run(seed, hard=True, **settings)

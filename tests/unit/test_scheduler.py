@@ -26,7 +26,8 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.snapshot_policy import SnapshotPolicy
-from quire.core.snapshots import NoSnapshots, SnapshotPool
+from quire.core.snapshot_pool import SnapshotPool
+from quire.core.snapshots import NoSnapshots
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
 from quire.types import (

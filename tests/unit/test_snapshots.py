@@ -9,6 +9,7 @@ from test_scheduler import drain, make_engine, reference, request
 
 from quire.core.block_pool import LRU
 from quire.core.engine import Engine
+from quire.core.snapshots import StateCopies
 from quire.core.stats import figures_of, stats_of
 from quire.types import EngineRequest
 
@@ -104,6 +105,28 @@ def test_a_preempted_request_goes_on_from_its_snapshot() -> None:
 def test_short_rows_of_snapshots_cost_hits_only() -> None:
     engine = engine_of(snapshots=1, interval=8)
     assert run(engine, *(request(str(i), prompt_of(20, i), max_tokens=9) for i in range(5))) == [0] * 5
+
+
+def test_a_row_that_a_step_uses_is_not_filled_from_elsewhere() -> None:
+    engine = engine_of(snapshots=1)
+    run(engine, request("a", prompt_of(19)))
+    snapshots = engine.scheduler.blocks.snapshots
+    engine.add(request("b", prompt_of(19)))
+    planned: list[int | None] = []
+    end_step = snapshots.end_step
+
+    def ending(copies: StateCopies) -> None:
+        planned.append(snapshots.pin_new() if copies.restores else None)
+        end_step(copies)
+
+    snapshots.end_step = ending  # type: ignore[method-assign]
+    engine.step()
+    assert engine.scheduler.running[0].cached == 16 and planned == [None], "the restored row was given away"
+    drain(engine)
+    row = snapshots.pin_new()
+    assert row == 0 and snapshots.pin_new() is None and not snapshots.num_named
+    snapshots.unpin(row)
+    engine.scheduler.check()
 
 
 def test_figures_count_snapshots() -> None:

@@ -11,10 +11,10 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
-from quire.worker.executor import DeviceGuard
+from quire.worker.executor import device_guard
 from quire.worker.memory.host_memory import host_memory
 from quire.worker.memory.kv_groups import LayerGroups
-from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.block_bytes import BlockBytes, SnapshotBytes
 from quire.worker.transfer.files import BlockFiles
 from quire.worker.transfer.mover import CpuCopier, GpuCopier, LocalMover
 
@@ -25,8 +25,25 @@ _BUFFER_BYTES = (
 )  # on a GPU, in each direction: so much is evicted in a step before it waits for the way out
 
 
+def snapshot_pages(config: EngineConfig, state_bytes: int, block_bytes: int) -> int:
+    """Return the pages into which a rank cuts a snapshot so that none is larger than a block.
+
+    Args:
+        config: settings.
+        state_bytes: bytes of a snapshot on this rank.
+        block_bytes: bytes of a block on this rank; 0 for a stage without attention, which has no preference.
+    """
+    if config.kv_host_memory is None or not state_bytes:
+        return 0
+    return -(-state_bytes // block_bytes) if block_bytes else 1
+
+
 def host_rows(config: EngineConfig, block_bytes: int) -> int:
     """Return the rows of host memory for this rank's part of evicted blocks; 0 without kv_host_memory.
+
+    Args:
+        config: settings.
+        block_bytes: bytes of a row: of a block, or of a page of a snapshot.
 
     Raises:
         ConfigError: if the memory is too small for a block, or larger than what is free.
@@ -39,7 +56,7 @@ def host_rows(config: EngineConfig, block_bytes: int) -> int:
         raise ConfigError(
             f"kv_host_memory {config.kv_host_memory:g} GB exceeds the {free / GB:.1f} GB of host memory that are free"
         )
-    if not block_bytes:  # a stage without attention does not limit the others
+    if not block_bytes:  # a stage without attention and states does not limit the others
         return _UNLIMITED_ROWS
     rows = wanted // config.num_ranks // block_bytes
     if not rows:
@@ -50,16 +67,23 @@ def host_rows(config: EngineConfig, block_bytes: int) -> int:
 
 
 def open_mover(
-    config: EngineConfig, blocks: BlockBytes, rows: int, guard: DeviceGuard, fingerprint: bytes
+    config: EngineConfig,
+    blocks: BlockBytes,
+    snapshots: SnapshotBytes,
+    rows: int,
+    row_bytes: int,
+    device: torch.device,
+    fingerprint: bytes,
 ) -> LocalMover:
     """Return the mover of a rank over `rows` rows of host memory, and the files of kv_disk."""
-    files = None
+    files, guard = None, device_guard(device)
     if config.kv_disk is not None:
         secret = bytes.fromhex(config.cache_secret or "")
-        files = BlockFiles(Path(config.kv_disk), fingerprint, secret, blocks.size)
-    if blocks.parts and blocks.parts[0].is_cuda:
-        return LocalMover(GpuCopier(blocks, rows, max(1, _BUFFER_BYTES // blocks.size)), guard, files)
-    return LocalMover(CpuCopier(blocks, rows), guard, files)
+        files = BlockFiles(Path(config.kv_disk), fingerprint, secret, row_bytes)
+    if device.type == "cuda" and row_bytes:
+        buffer_rows = max(1, _BUFFER_BYTES // row_bytes)
+        return LocalMover(GpuCopier(blocks, rows, row_bytes, buffer_rows, device, snapshots), guard, files)
+    return LocalMover(CpuCopier(blocks, rows, row_bytes, snapshots), guard, files)
 
 
 def disk_blocks(config: EngineConfig, block_bytes: int) -> int:
@@ -78,8 +102,9 @@ def block_fingerprint(
     backend: str,
     dtype: torch.dtype,
     rank: int,
+    pages: int,
 ) -> bytes:
-    """Return 16 bytes that differ if anything differs that decides the bytes of a block.
+    """Return 16 bytes that differ if anything differs that decides the bytes of a block or a page of a snapshot.
 
     The weights are identified by the names, sizes and times of the model's files.
     """
@@ -88,5 +113,6 @@ def block_fingerprint(
     about = (
         __version__, stats, spec, groups, backend, dtype, rank, config.tensor_parallel_size, config.block_size,
         config.quantization, config.load_format, config.seed, config.spec_model, config.cpu_kernels,
+        config.pipeline_parallel_size, config.pipeline_layer_split, pages,
     )  # fmt: skip
     return blake2b(repr(about).encode(), digest_size=16).digest()

@@ -4,7 +4,7 @@
     device <--load-- host memory <--read--- disk         for a request, which is `loading` meanwhile
 
 A block that the pool evicts is saved before the next step is launched, in stream order, so its next owner cannot
-overwrite it first. What is saved is also written to the disk, if there is one; then host memory can drop it at any time.
+overwrite it first. So is a snapshot of states, whose pages (snapshot_pages.py) are handled as blocks. What is saved is also written to the disk, if there is one; then host memory can drop it at any time.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class KVTiers(NoConnector):
         self._unwritten: deque[BlockKey] = deque()  # saved blocks that are to be written to the disk
         self._writing = 0
         book.cache.watch(self._save, self._forget)
+        book.snapshots.watch(self._save_snapshot)
 
     # ------------------------------------------------------------------------------ towards the device
 
@@ -163,11 +164,17 @@ class KVTiers(NoConnector):
         else:
             self._totals.unsaved_blocks += 1
 
+    def _save_snapshot(self, name: bytes, row: int) -> None:
+        """Keep a snapshot whose row the pool of snapshots gives to another owner."""
+        pages = self.book.pages
+        for (group, _), page in zip(pages.keys(name), pages.numbers(row)):
+            self._save(group, name, page)
+
     def _forget(self, group: int, name: bytes) -> None:
-        """Forget a block whose contents are not to be trusted."""
-        key = (group, name)
-        self.host.remove(key)
-        self._delete([key] if self.disk.forget(key) else [])
+        """Forget a block whose contents are not to be trusted, and the snapshot at its end."""
+        for key in ((group, name), *self.book.pages.keys(name)):
+            self.host.remove(key)
+            self._delete([key] if self.disk.forget(key) else [])
 
     def _write(self) -> None:
         """Write saved blocks to the disk, a few at a time."""

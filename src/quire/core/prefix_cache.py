@@ -169,15 +169,18 @@ class HashPrefixCache:
             tables.append(BlockTable([0] * first + found, first))
         return PrefixMatch(length * self._block_size, tables, blocks, attended * self._block_size)
 
-    def reach(self, request: Request, elsewhere: Callable[[int, bytes], bool]) -> int:
+    def reach(
+        self, request: Request, elsewhere: Callable[[int, bytes], bool], snapshots: Callable[[bytes], bool]
+    ) -> int:
         """Return the number of blocks of the longest prefix of a request that the cache and another place can serve.
 
         Args:
             request: the request.
             elsewhere: returns whether the other place has the block of a group and a name.
+            snapshots: returns whether it has the snapshot of a name.
         """
         have = [_Elsewhere(group, names, elsewhere) for group, names in enumerate(self._block_of)]
-        return self._longest(request, have)[0]
+        return self._longest(request, have, snapshots)[0]
 
     def first_blocks(self, length: int) -> list[int]:
         """Return, by group, the first of the blocks that are needed to continue behind the first `length` blocks."""
@@ -200,8 +203,15 @@ class HashPrefixCache:
             self._journal.add(name)
         return True
 
-    def _longest(self, request: Request, haves: Sequence[Container[bytes]]) -> tuple[int, int]:
+    def _longest(
+        self,
+        request: Request,
+        haves: Sequence[Container[bytes]],
+        snapshots: Callable[[bytes], bool] = lambda name: False,
+    ) -> tuple[int, int]:
         """Return the number of blocks of the longest prefix that `haves`, by group, can serve.
+
+        `snapshots` returns whether another place has the snapshot of a name.
 
         Returns:
             The number with a snapshot of the states at the end, and without.
@@ -215,7 +225,7 @@ class HashPrefixCache:
                 end += 1
             length = end
         attended = length = self._windows_serve(haves, names, length)
-        while (end := self._snapshots.longest(names, length)) != length:
+        while (end := self._snapshots.longest(names, length, snapshots)) != length:
             length = self._windows_serve(haves, names, end)
         return length, attended
 
@@ -313,7 +323,7 @@ class HashPrefixCache:
         self._evicting(group, name, block)
         self._unname(block)
         if group in self._whole:  # a group with a window may not need this block
-            self._snapshots.drop(name)
+            self._snapshots.evict(name)
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

@@ -211,6 +211,10 @@ class Worker:
             )
         return self._states
 
+    def snapshots(self, size: KVSize) -> list[torch.Tensor]:
+        """Return the rows of snapshots of each tensor of each layer, once blocks of `size` are allocated."""
+        return self._states_for(size).snapshots()
+
     def make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:
         """Return a runner over `blocks`. It takes the slot columns from every earlier runner.
 

@@ -108,6 +108,15 @@ class StateMemory:
             turn = self.turn.index_select(0, slots)
             self.turn.index_copy_(0, slots, (turn + tokens * verifies) % self._per_slot)
 
+    def snapshots(self) -> list[torch.Tensor]:
+        """Return the rows of snapshots of each tensor of each layer, [snapshots, *shape]; none without rows."""
+        return [
+            layer[: self._first_slot]
+            for memory in self._memory.values()
+            for layer in memory
+            if self._first_slot
+        ]
+
     def restore(self, slot: int, snapshot: int) -> None:
         """Give a slot the states of a snapshot."""
         row = self._present(self._slot_index(slot))

@@ -18,7 +18,7 @@ import torch
 
 from quire.types import BlockKey, ConfigError, EngineInfo, TransferEnd, TransferOrder
 from quire.worker.executor import DeviceGuard
-from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.block_bytes import NO_SNAPSHOTS, BlockBytes, HostView, SnapshotBytes
 from quire.worker.transfer.files import BlockFiles
 from quire.worker.transfer.shared_memory import map_bytes
 
@@ -38,19 +38,33 @@ class BlockCopier(Protocol):
 
 
 class CpuCopier:
-    """Copies on a CPU, where a block is read at once and written by the thread that calls the returned function."""
+    """Copies on a CPU, where a block is read at once and written by the thread that calls the returned function.
 
-    def __init__(self, blocks: BlockBytes, rows: int) -> None:
+    Args:
+        blocks: the KV cache.
+        rows: rows of host memory.
+        row_bytes: bytes of a row; by default those of a block.
+        snapshots: the pages of snapshots.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockBytes,
+        rows: int,
+        row_bytes: int | None = None,
+        snapshots: SnapshotBytes = NO_SNAPSHOTS,
+    ) -> None:
         # numpy's zeros take memory from the operating system when it is first written.
-        self.rows = np.zeros((rows, blocks.size), np.uint8)
+        self.rows = np.zeros((rows, blocks.size if row_bytes is None else row_bytes), np.uint8)
         self.blocks = blocks
-        self._parts = [(part.numpy(), where) for part, where in blocks.slices()]
+        self._view = HostView(blocks, snapshots)
+        self._parts = [part.numpy() for part in blocks.parts]
 
     def begin_pull(self, peer: PeerBlocks, sources: list[int], blocks: list[int]) -> Callable[[], None]:
         """Return what copies blocks of another engine into blocks of this one."""
 
         def run() -> None:
-            for (part, _), other in zip(self._parts, peer.parts):
+            for part, other in zip(self._parts, peer.parts):
                 for source, block in zip(sources, blocks):
                     part[block] = other[source]
 
@@ -58,15 +72,13 @@ class CpuCopier:
 
     def begin_save(self, blocks: list[int], rows: list[int]) -> Callable[[], None]:
         for block, row in zip(blocks, rows):
-            for part, where in self._parts:
-                self.rows[row, where] = part[block]
+            self._view.read(block, self.rows[row])
         return lambda: None
 
     def begin_load(self, rows: list[int], blocks: list[int]) -> Callable[[], None]:
         def run() -> None:
             for row, block in zip(rows, blocks):
-                for part, where in self._parts:
-                    part[block] = self.rows[row, where]
+                self._view.write(block, self.rows[row])
 
         return run
 
@@ -94,16 +106,26 @@ class GpuCopier:
     Args:
         blocks: the KV cache, on a GPU.
         rows: rows of host memory.
-        buffer_blocks: blocks of the buffer on the device.
+        row_bytes: bytes of a row, at least those of a block and of a page.
+        buffer_rows: rows of the buffer on the device.
+        device: the GPU.
+        snapshots: the pages of snapshots.
     """
 
-    def __init__(self, blocks: BlockBytes, rows: int, buffer_blocks: int) -> None:
-        device = blocks.parts[0].device
-        self._host = torch.empty((rows, blocks.size), dtype=torch.uint8, pin_memory=True)
+    def __init__(
+        self,
+        blocks: BlockBytes,
+        rows: int,
+        row_bytes: int,
+        buffer_rows: int,
+        device: torch.device,
+        snapshots: SnapshotBytes = NO_SNAPSHOTS,
+    ) -> None:
+        self._host = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=True)
         self.rows = self._host.numpy()
-        self._blocks = blocks
-        self._out = torch.empty((buffer_blocks, blocks.size), dtype=torch.uint8, device=device)
-        self._in = torch.empty((buffer_blocks, blocks.size), dtype=torch.uint8, device=device)
+        self._blocks, self._snapshots = blocks, snapshots
+        self._out = torch.empty((buffer_rows, row_bytes), dtype=torch.uint8, device=device)
+        self._in = torch.empty((buffer_rows, row_bytes), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
         self._drained = torch.cuda.Event()  # the buffer of saves has been read
         self._drained.record(self._stream)
@@ -114,9 +136,7 @@ class GpuCopier:
         for at in range(0, len(blocks), len(self._out)):
             chosen = blocks[at : at + len(self._out)]
             steps.wait_event(self._drained)
-            index = torch.tensor(chosen, pin_memory=True).to(self._out.device, non_blocking=True)
-            for part, where in self._blocks.slices():
-                self._out[: len(chosen), where] = part.index_select(0, index)
+            self._gather(chosen)
             self._stream.wait_stream(steps)
             with torch.cuda.stream(self._stream):
                 for place, row in enumerate(rows[at : at + len(chosen)]):
@@ -132,11 +152,36 @@ class GpuCopier:
                 chosen = rows[at : at + len(self._in)]
                 for place, row in enumerate(chosen):
                     self._in[place].copy_(self._host[row], non_blocking=True)
-                targets = torch.tensor(blocks[at : at + len(chosen)], pin_memory=True)
-                index = targets.to(self._in.device, non_blocking=True)
-                for part, where in self._blocks.slices():
-                    part.index_copy_(0, index, self._in[: len(chosen), where])
+                self._scatter(blocks[at : at + len(chosen)])
         return self._mark()
+
+    def _split(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Return the places in `numbers` of blocks, these blocks, and the places of pages of snapshots."""
+        first = self._snapshots.first
+        places = [place for place, number in enumerate(numbers) if number < first]
+        both = torch.tensor([places, [numbers[place] for place in places]], dtype=torch.int64)
+        at, blocks = both.pin_memory().to(self._in.device, non_blocking=True)
+        return at, blocks, [place for place, number in enumerate(numbers) if number >= first]
+
+    def _gather(self, numbers: list[int]) -> None:
+        """Copy blocks and pages of snapshots into the first rows of the buffer of saves."""
+        at, blocks, pages = self._split(numbers)
+        if len(at):
+            for part, where in self._blocks.slices():
+                self._out[:, where].index_copy_(0, at, part.index_select(0, blocks))
+        for place in pages:
+            for piece, where in self._snapshots.pieces(numbers[place]):
+                self._out[place, where] = piece
+
+    def _scatter(self, numbers: list[int]) -> None:
+        """Copy the first rows of the buffer of loads into blocks and pages of snapshots."""
+        at, blocks, pages = self._split(numbers)
+        if len(at):
+            for part, where in self._blocks.slices():
+                part.index_copy_(0, blocks, self._in[:, where].index_select(0, at))
+        for place in pages:
+            for piece, where in self._snapshots.pieces(numbers[place]):
+                piece.copy_(self._in[place, where])
 
     def _mark(self) -> Callable[[], None]:
         event = torch.cuda.Event(blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from quire.bench.attention import AttentionBench, AttentionCase
 from quire.bench.cost import Machine
+from quire.bench.latent_attention import LatentBench, _LatentInputs
 from quire.cli.main import main
-from quire.models.spec import ModelSpec
-from quire.types import ConfigError
+from quire.models.spec import LatentSpec, ModelSpec
 from tiny import CONFIG, write_tiny
 
 
@@ -36,8 +37,24 @@ def test_prompts_leave_out_what_differs_for_decoding_only() -> None:
     assert found == {"plain loop", "reference"}
 
 
-def test_latent_attention_is_refused() -> None:
-    spec = ModelSpec.from_config(CONFIG)
-    object.__setattr__(spec, "latent", object())
-    with pytest.raises(ConfigError, match="needs keys and values of heads"):
-        AttentionBench(spec, torch.device("cpu"), torch.float32, Machine("a", 1e9, 1e10))
+def test_absorbed_and_expanded_latents_are_timed(tmp_path: Path) -> None:
+    latent = LatentSpec(query_rank=None, rank=64, content_dim=16, rotary_dim=8, value_dim=24)
+    spec = replace(ModelSpec.from_config(CONFIG), latent=latent)
+    bench = LatentBench(spec, torch.device("cpu"), torch.float32, Machine("a", 1e9, 1e10))
+    cases = [AttentionCase(2, 40, False), AttentionCase(2, 50, True)]
+    figures = list(bench.measure(cases))
+    decode, prefill = ("plain loop", "absorbed"), ("plain loop", "absorbed", "expanded")
+    assert [(one.kind, one.backend) for one in figures] == [
+        *(("decode", name) for name in decode), *(("prefill", name) for name in prefill),
+    ]  # fmt: skip
+    assert all(one.time_s > 0 and one.share_of_limit > 0 for one in figures)
+
+
+def test_both_ways_that_are_timed_give_the_same_results() -> None:
+    latent = LatentSpec(query_rank=None, rank=64, content_dim=16, rotary_dim=8, value_dim=24)
+    spec = replace(ModelSpec.from_config(CONFIG), latent=latent)
+    bench = LatentBench(spec, torch.device("cpu"), torch.float32, Machine("a", 1e9, 1e10))
+    work = _LatentInputs(bench, AttentionCase(2, 50, True))
+    absorbed, expanded = (work.call(backend)() for backend in bench.backends().values())
+    torch.testing.assert_close(absorbed, expanded, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(absorbed, expanded)

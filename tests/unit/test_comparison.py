@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ def test_parts_are_compared_with_the_reference(
 def test_a_setting_is_compared_with_its_absence(tiny: Path, name: str, tmp_path: Path) -> None:
     found = compare(tiny, name, tmp_path / "x.json")
     assert len(found["variants"]) == 2 and all(one["gain"] > 0 for one in found["figures"])
+
+
+def test_prompts_expand_latents_in_one_variant_only() -> None:
+    both = COMPARISONS["latent-prefill"](SCALE)
+    assert [settings["prefill_attention"] for settings in both.variants.values()] == ["absorbed", "expanded"]
+    assert [len(load.make(random.Random(0)).work) for load in both.loads] == [1] * len(both.loads)
 
 
 def test_users_share_equal_memory() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.assembly.latents import with_expansion
+from quire.assembly.latents import PIECE_BYTES, with_expansion
 from quire.assembly.parts import pick_attention_parts
 from quire.attention.by_rows import ByRowsAttention
 from quire.attention.expansion_rule import GPU_LEAST_SAVED, NO_EXPANSION, ExpansionRule
@@ -161,8 +161,8 @@ def test_rows_of_prompts_expand_latents() -> None:
     latent = LatentSpec(query_rank=None, rank=64, content_dim=16, rotary_dim=8, value_dim=24)
     spec = replace(SPEC, latent=latent)
     for settings in ({}, {"prefill_attention": "expanded"}):
-        assert rule(spec, **settings) == ExpansionRule(spec.num_heads, 64, 16, 24)
-    assert rule(spec, torch.device("cuda")) == ExpansionRule(spec.num_heads, 64, 16, 24, GPU_LEAST_SAVED)
+        assert rule(spec, **settings) == ExpansionRule(spec.num_heads, 64, 16, 24, 0.0, PIECE_BYTES)
+    assert rule(spec, torch.device("cuda")).least_saved == GPU_LEAST_SAVED
     assert rule(spec, tensor_parallel_size=2).heads == spec.num_heads // 2
     assert rule(spec, prefill_attention="absorbed") is NO_EXPANSION
     assert (

@@ -11,7 +11,7 @@ from quire.attention.expansion_rule import GPU_LEAST_SAVED, ExpansionRule
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 
-PIECE_BYTES = 64 << 20  # of expanded keys and values that exist at once on a GPU
+PIECE_BYTES = 64 << 20  # of expanded keys and values that exist at once
 
 
 def with_expansion(
@@ -21,6 +21,7 @@ def with_expansion(
     device: torch.device,
     dtype: torch.dtype,
     ranks: int,
+    least_saved: float | None = None,
 ) -> AttentionBackend:
     """Return a back end in which long rows expand latents, or `absorbed` itself if none do.
 
@@ -31,6 +32,7 @@ def with_expansion(
         device: where the model runs.
         dtype: of its activations.
         ranks: among which the heads are divided.
+        least_saved: multiply-adds that a row must save (`ExpansionRule`); None: what a lost capture costs.
 
     Raises:
         ConfigError: if the model does not compute what `way` asks for.
@@ -48,8 +50,11 @@ def with_expansion(
     if way == "absorbed" or latent.index:
         return absorbed
     heads = spec.num_heads // ranks
-    least_saved = GPU_LEAST_SAVED if device.type == "cuda" else 0.0
-    rule = ExpansionRule(heads, latent.rank, latent.content_dim, latent.value_dim, least_saved)
+    if least_saved is None:
+        least_saved = GPU_LEAST_SAVED if device.type == "cuda" else 0.0
+    rule = ExpansionRule(
+        heads, latent.rank, latent.content_dim, latent.value_dim, least_saved, scratch_bytes=PIECE_BYTES
+    )
     if absorbed.name != "triton":
         return ExpandingAttention(absorbed, ExpandedReference(), rule)
     # Imported here: an installation for CPUs has no Triton.

@@ -35,6 +35,9 @@ class ExpansionRule:
     content_dim: int
     value_dim: int
     least_saved: float = 0.0  # multiply-adds of all heads of a layer
+    # Memory that expanded rows take beyond that of absorbed rows, whose queries and sums are longer: one piece of keys
+    # and values.
+    scratch_bytes: int = 0
 
     def saved(self, new: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the multiply-adds of a layer that each row saves by expanding, negative if it costs more.

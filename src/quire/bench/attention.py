@@ -75,10 +75,10 @@ class _BenchedLayer:
 
 
 class AttentionBench:
-    """The shape of a model's attention, on one device.
+    """The shape of a model's attention, on one device. That of latent attention is a `LatentBench`.
 
     Raises:
-        ConfigError: for a model with latent attention or without keys and values.
+        ConfigError: for a model without keys and values of heads.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, machine: Machine) -> None:

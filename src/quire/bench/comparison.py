@@ -277,6 +277,21 @@ def parts(scale: LadderScale) -> Comparison:
     )
 
 
+def latent_prefill(scale: LadderScale) -> Comparison:
+    lengths = sorted({scale.tokens(n, 8 * n) for n in (128, 1024, 4096)})
+
+    def load(length: int) -> ComparedLoad:
+        make = lambda r: _at_once(_equal(scale, r, 1, length, 1))  # noqa: E731
+        return ComparedLoad(f"prompt of {length}", "ms to first token", False, make, _ttft_ms)
+
+    return Comparison(
+        "latent-prefill",
+        "how soon does an answer begin, if prompts attend to keys and values expanded from latents?",
+        {way: {"prefill_attention": way, "prefix_caching": False} for way in ("absorbed", "expanded")},
+        [load(length) for length in lengths],
+    )
+
+
 COMPARISONS: dict[str, Callable[[LadderScale], Comparison]] = {
     "parts": parts,
     "chunked-prefill": chunked_prefill,
@@ -284,4 +299,5 @@ COMPARISONS: dict[str, Callable[[LadderScale], Comparison]] = {
     "graphs": graphs,
     "split-decoding": split_decoding,
     "users": users,
+    "latent-prefill": latent_prefill,
 }

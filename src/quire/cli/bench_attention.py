@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.assembly.device import pick_device, pick_dtype
     from quire.bench.attention import AttentionBench, AttentionCase, AttentionFigure
+    from quire.bench.latent_attention import LatentBench
     from quire.bench.machine import measure
     from quire.bench.report import save
     from quire.frontend.location import locate_model
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     )
     with keep_finished(found) as outcome, torch.inference_mode():
         loop_s = 0.0
-        for one in AttentionBench(spec, device, dtype, machine).measure(cases):
+        bench = (LatentBench if spec.latent else AttentionBench)(spec, device, dtype, machine)
+        for one in bench.measure(cases):
             found.append(one)
             loop_s = one.time_s if one.backend == "plain loop" else loop_s
             busy = "-" if one.sms_busy is None else f"{100 * one.sms_busy:.0f} %"

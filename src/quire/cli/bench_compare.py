@@ -7,7 +7,7 @@ import argparse
 from quire.cli.bench_flags import at_least_one, engine_config, keep_finished, machine_line
 from quire.types import ConfigError
 
-_NAMES = ("parts", "chunked-prefill", "prefix-caching", "graphs", "split-decoding", "users")
+_NAMES = ("parts", "chunked-prefill", "prefix-caching", "graphs", "split-decoding", "users", "latent-prefill")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -103,7 +103,7 @@ class Worker:
         on_cpu = self.device.type != "cuda"
         self.reserved_bytes = (
             self.memory.cpu_step_bytes(self._max_logit_rows) if on_cpu else self._measured_bytes()
-        )
+        ) + self._backend.rule.scratch_bytes
         return self.reserved_bytes
 
     def _measured_bytes(self) -> int:

@@ -138,14 +138,9 @@ def expanded_tile(content: int, rotary: int, value: int, itemsize: int, target: 
     tiles = [Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
     if target.has_matrix_units and itemsize == 2:
         tiles = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), *tiles]
-    return next(
-        (
-            tile
-            for tile in tiles
-            if _expanded_bytes(tile, content, rotary, value, itemsize) <= target.shared_bytes
-        ),
-        tiles[-1],
-    )
+    size = itemsize if target.has_matrix_units else 4  # others keep fp32 copies
+    needed = ((tile, _expanded_bytes(tile, content, rotary, value, size)) for tile in tiles)
+    return next((tile for tile, size in needed if size <= target.shared_bytes), tiles[-1])
 
 
 def _expanded_bytes(tile: Tile, content: int, rotary: int, value: int, itemsize: int) -> int:

@@ -507,7 +507,7 @@ def write_file(
         add_key(writer, f"{arch}.{key}", value)
     for name, value in tensors.items():
         value = np.ascontiguousarray(value, np.float32)
-        if kind != Q.F32 and value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        if fits(value, kind):
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value)
@@ -532,11 +532,26 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
 
 
-def write_gguf_of(folder: Path, arch: str, config: Any, kind: Q = Q.F32) -> Path:
-    """Convert the checkpoint in `folder`."""
+def write_gguf_of(folder: Path, arch: str, config: Any, kind: Q = Q.F32, rounded: bool = False) -> Path:
+    """Convert the checkpoint in `folder`; `rounded` stores the numbers of `kind` as plain ones."""
     config.allow_global_per_layer_attribute_access = True  # of Gemma 4
     tensors = tensors_of(arch, folder, config)
     keys = metadata_of(arch, config, tensors)
-    return write_file(
-        folder / f"{kind.name}.gguf", arch, keys, {**tensors, **rope_tensors(arch, config)}, kind
-    )
+    tensors = {**tensors, **rope_tensors(arch, config)}
+    if rounded:
+        tensors = {name: as_rounded(value, kind) for name, value in tensors.items()}
+    path = folder / f"{kind.name}{'-rounded' * rounded}.gguf"
+    return write_file(path, arch, keys, tensors, Q.F32 if rounded else kind)
+
+
+def fits(value: np.ndarray, kind: Q) -> bool:
+    """Return whether a tensor is stored as blocks of `kind`: a matrix whose rows are whole blocks."""
+    return kind != Q.F32 and value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+
+
+def as_rounded(value: np.ndarray, kind: Q) -> np.ndarray:
+    """Return the numbers that a tensor has once it is stored as `kind`."""
+    if not fits(value, kind):
+        return value
+    blocks = gguf.quants.quantize(np.ascontiguousarray(value, np.float32), kind)
+    return gguf.quants.dequantize(blocks, kind).reshape(value.shape)

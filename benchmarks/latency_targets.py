@@ -1,12 +1,12 @@
 """Latency targets on a device, and the same loads in simulated time.
 
     python benchmarks/latency_targets.py run [--shape Llama-3.1-8B] [--seconds 100] [--out FILE]
-    python benchmarks/latency_targets.py simulate FILE [--traces FOLDER] [--plot PNG]
+    python benchmarks/latency_targets.py simulate FILE
 
 `run` times steps of a model with random weights at several levels of concurrency, and keeps them. It then serves two
 loads under several settings: `streams` keeps 256 requests open (512 tokens in, 256 out), `arrivals` is 20 requests per
-second (1,000 in, 200 out). `simulate` fits the steps and serves the same loads in simulated time, which shows how far
-`quire plan` is off. It also draws throughput over the target and goodput on recorded traces.
+second (1,000 in, 200 out). `simulate` fits the steps and serves `arrivals` in simulated time, which shows how far
+`quire plan` is off. `latency_curves.py` draws curves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from quire.bench.capacity import busy_seconds
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
 from quire.bench.load.arrivals import arrival_times
-from quire.bench.load.traces import read_trace, replay
 from quire.bench.load.workloads import Workload, shifted, uniform
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
@@ -153,97 +152,19 @@ def fitted(found: dict[str, Any]) -> StepTimeModel:
     return model
 
 
-def _goodput(run: Run, ttft_ms: float, itl_ms: float) -> float:
-    """Return the requests per second whose first token and 99th percentile of gaps are within the targets."""
-    good = [
-        one
-        for one in run.completed
-        if one.ttft_s * 1e3 <= ttft_ms and (not one.itls_s or percentile(one.itls_s, 99) * 1e3 <= itl_ms)
-    ]
-    return len(good) / max(one.token_times_s[-1] for one in run.completed)
-
-
 def simulate_file(args: argparse.Namespace) -> None:
-    """Compare simulation and device, and print and draw the curves."""
+    """Compare simulation and device."""
     found = json.loads(args.file.read_text())
     model, info = fitted(found), EngineInfo(**found["info"])
-    config = EngineConfig(model="simulated", max_num_seqs=info.max_num_seqs)
-
-    def simulated(
-        settings: dict[str, Any], work: Workload, times: list[float], concurrency: int | None = None
-    ) -> Run:
-        engine = EngineConfig(**{**_plain(config), **settings})
-        return simulate(engine, info, UnevenSteps(model), work, times, concurrency)
-
     print(f"{len(found['steps'])} steps, median error of the fit {100 * (model.median_error or 0):.1f} %")
     for row in found["rows"]:
+        if row["load"] != "arrivals":
+            continue  # 256 streams decode in steps that were not learnt
+        settings = SETTINGS[row["settings"]]
+        config = EngineConfig(model="simulated", max_num_seqs=info.max_num_seqs, **settings)
+        run = simulate(config, info, UnevenSteps(model), *arrivals())
         print("device   ", line_of(row["load"], row["settings"], row))
-        if row["load"] == "arrivals":
-            run = simulated(SETTINGS[row["settings"]], *arrivals())
-            print("simulated", line_of(row["load"], row["settings"], row_of(run)))
-    for name, settings in SETTINGS.items():
-        run = simulated(settings, streams(), [0.0] * len(streams()), STREAMS)
-        print("simulated", line_of("streams", name, row_of(run)))
-    curve = _curve(simulated)
-    print("target ms, tokens/s, ITL p99 ms:", *curve, sep="\n")
-    good = _traces(simulated, args.traces) if args.traces else {}
-    if args.plot:
-        _draw(curve, good, args.plot)
-
-
-def _plain(config: EngineConfig) -> dict[str, Any]:
-    return {"model": config.model, "max_num_seqs": config.max_num_seqs}
-
-
-def _curve(simulated: Callable[..., Run]) -> list[tuple[float, float, float]]:
-    """Return target, throughput and P99 of the inter-token latency of 256 streams."""
-    curve = []
-    for target in (10, 15, 20, 30, 40, 60, 80, 120, 200):
-        run = simulated({"target_itl": float(target)}, streams(), [0.0] * len(streams()), STREAMS)
-        row = row_of(run)
-        curve.append(
-            (float(target), round(float(row["tokens_per_s"]), 1), round(float(row["itl_p99_ms"]), 2))
-        )
-    return curve
-
-
-def _traces(simulated: Callable[..., Run], folder: Path) -> dict[str, list[tuple[str, float]]]:
-    """Return, for each trace, the goodput of each setting at a load near the limit."""
-    good: dict[str, list[tuple[str, float]]] = {}
-    for path in sorted(folder.iterdir()):
-        work, times, _ = replay(read_trace(path), VOCAB, 8192, 400)
-        scale = times[-1] / 30.0  # 400 requests in 30 seconds
-        for name, settings in {**SETTINGS, "512 tokens": {"mixed_prefill_tokens": 512}}.items():
-            run = simulated(settings, work, [at / scale for at in times])
-            value = _goodput(run, 2000.0, 50.0)
-            good.setdefault(path.stem, []).append((name, value))
-            print(
-                f"{path.stem:<32}{name:<20}{value:.2f} good requests/s (TTFT 2 s, ITL p99 50 ms)", flush=True
-            )
-    return good
-
-
-def _draw(
-    curve: list[tuple[float, float, float]], good: dict[str, list[tuple[str, float]]], path: Path
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    left.plot([c[0] for c in curve], [c[1] for c in curve], "o-")
-    left.set(xscale="log", xlabel="--target-itl in ms", ylabel="output tokens/s", ylim=(0, None))
-    names = [name for name, _ in next(iter(good.values()), [])]
-    for number, (trace, values) in enumerate(good.items()):
-        places = [index + 0.25 * number for index in range(len(values))]
-        right.barh(places, [value for _, value in values], 0.22, label=trace)
-    right.set(
-        yticks=[index + 0.25 for index in range(len(names))], yticklabels=names, xlabel="good requests/s"
-    )
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        print("simulated", line_of(row["load"], row["settings"], row_of(run)))
 
 
 def main() -> None:
@@ -259,8 +180,6 @@ def main() -> None:
     device.set_defaults(work=run_device)
     later = parts.add_parser("simulate", help="simulate the loads of a file")
     later.add_argument("file", type=Path)
-    later.add_argument("--traces", type=Path, help="folder of recorded traces")
-    later.add_argument("--plot", type=Path)
     later.set_defaults(work=simulate_file)
     args = parser.parse_args()
     args.work(args)

@@ -20,7 +20,9 @@ from quire.core.steplog import StepRecord
 _WINDOW = 256  # newest steps of each kind that are fitted
 _LEAST = 6  # steps of a kind before it is predicted
 _REFIT = 8  # steps between two fits, and later the share of the window that is new
-_LEAST_SHARE = 0.1  # of its time that a step's error is divided by at least
+_NEAR, _NEARNESS = 24, 0.03  # steps at least that show how a step varies; all with so similar predictions do
+_EXTREME = 2  # longest and shortest of them that do not count: some captured a graph beside another step
+_MOST_RATIO = 5.0  # actual over predicted time of steps that count
 _RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
 _MOST_LATE = 1.5  # beyond it the machine is disturbed by others, which smaller steps do not help
 _LATE = 0.995  # quantile of actual over predicted time that a cautious prediction covers
@@ -60,7 +62,9 @@ class LinearFit:
         self.weights = np.zeros(width)
         self._weights = self.weights.tolist()  # a sum of a few Python numbers is faster than numpy
         self.late = 1.0  # actual over predicted time that few steps exceed
-        self.ratios = np.ones(1)  # actual over predicted time of each step that was fitted
+        self._predicted_s = self._ratios = np.ones(
+            1
+        )  # of each step that was fitted; actual over predicted time
         self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self._times_s: deque[float] = deque(maxlen=_WINDOW)
         self._since = 0
@@ -80,6 +84,16 @@ class LinearFit:
         if self._since >= max(_REFIT, len(self) // _REFIT) or len(self) <= 2 * _LEAST:
             self._fit()
 
+    def ratios(self, predicted_s: float) -> np.ndarray:
+        """Return actual over predicted time of those steps that were predicted to take about `predicted_s` seconds.
+
+        Steps are padded to some sizes and captured up to a size, so the ratios of others say less about such a step.
+        """
+        distance = np.abs(np.log(self._predicted_s / predicted_s))
+        reach = max(_NEARNESS, np.sort(distance)[: min(_NEAR, len(distance))][-1])
+        near = np.sort(self._ratios[distance <= reach])
+        return near[_EXTREME:-_EXTREME] if len(near) > 4 * _EXTREME else near
+
     def errors(self) -> np.ndarray:
         """Return the relative errors of the fit over its window."""
         if len(self) < _LEAST:
@@ -89,18 +103,19 @@ class LinearFit:
 
     def _fit(self) -> None:
         self._since = 0
-        times = np.array(self._times_s)
-        # One step that took very long, such as the first of its shape, must not bend the line.
-        kept = times <= 5 * np.median(times)
-        features, times = np.array(self._features)[kept], times[kept]
-        # Errors relative to the time itself would count a short step more than a long one of the same work, and the fit
-        # would predict less than the mean. So the second pass takes errors relative to the prediction.
-        self.weights = _solve(features, times, times)
-        predicted = np.maximum(features @ self.weights, _LEAST_SHARE * times)
+        features, times = np.array(self._features), np.array(self._times_s)
+        # Errors relative to the time itself count a short step more than a long one of the same work. That makes the first
+        # pass robust against steps that took very long, such as the first of a shape, but it predicts less than the mean.
+        # So the second pass leaves those out and takes errors relative to the prediction.
+        predicted = np.maximum(features @ _solve(features, times, times), 1e-9)
+        kept = times <= _MOST_RATIO * predicted
+        if kept.sum() >= _LEAST:
+            features, times, predicted = features[kept], times[kept], predicted[kept]
         self.weights = _solve(features, times, predicted)
         self._weights = self.weights.tolist()
-        self.ratios = times / np.maximum(features @ self.weights, 1e-9)
-        late = float(np.quantile(self.ratios, _LATE))
+        self._predicted_s = np.maximum(features @ self.weights, 1e-9)
+        self._ratios = times / self._predicted_s
+        late = float(np.quantile(self._ratios, _LATE))
         self.late = min(max(1.0, late), _MOST_LATE)
 
 
@@ -145,9 +160,9 @@ class StepTimeModel:
         return self._mixed.predict(load.features) if fit is None else fit.predict(load.features[:3])
 
     def ratios(self, load: StepLoad) -> np.ndarray:
-        """Return actual over predicted time of the steps from which a step like `load` is predicted."""
+        """Return actual over predicted time of the observed steps that are most like `load`."""
         fit = self._mixed if load.prompt_tokens else self._decode_fit(load.rows)
-        return (self._mixed if fit is None else fit).ratios
+        return (self._mixed if fit is None else fit).ratios(max(self.predict(load) or 0.0, 1e-9))
 
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""

@@ -1,15 +1,16 @@
 """Ranks on two or more GPUs of one host: sums between ranks, tokens against one rank, throughput of each layout.
 
     python benchmarks/ranks.py [--ranks 2] [--parts sums tokens kill single nano prefill layouts experts replicas]
-                               [--seconds 110] [--out FILE]
+                               [--disaggregate] [--seconds 110] [--out FILE]
 
 `sums` times each way to add tensors of 8 KiB to 16 MiB over the ranks, twenty of them in one CUDA graph, and checks the
 result; for the rows of decode steps also each way to sum, add the residual and norm. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. `kill` kills and stops a
 rank while it generates, and reports the error and what is left. The other parts run an
 8B model with random weights in bfloat16 on one GPU and on several; each figure is the better of two runs. `layouts` runs
 them with stages, and with stages of two ranks on four GPUs. `experts` runs the 30B-A3B shape with tensor and with expert
-parallelism. `replicas` runs replicas.py. Disaggregation on GPUs is refused so far. Parts that
-begin after --seconds are skipped, and a part that fails is reported and does not stop the others. Results are printed
+parallelism. `replicas` runs replicas.py. `--disaggregate` runs disaggregation.py: 64 streams of the 8B model decode while
+long prompts arrive, and blocks are copied from one GPU to the next. Its engines with a prefill process are refused on
+GPUs so far, which the results say. Parts that begin after --seconds are skipped, and a part that fails is reported and does not stop the others. Results are printed
 as they come and written as JSON.
 """
 
@@ -307,6 +308,17 @@ def replicas(ranks: int) -> Any:
         return json.loads(out.read_text())
 
 
+def disaggregation() -> Any:
+    """Run disaggregation.py, and return its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "disaggregation.json")
+        command = [sys.executable, str(Path(__file__).with_name("disaggregation.py"))]
+        model = ["--shape", "Llama-3.1-8B", "--device", "cuda", "--dtype", "bfloat16"]
+        load = ["--streams", "64", "--tokens", "1000", "--prompt-len", "8000", "--prompts", "10"]
+        subprocess.run([*command, *model, *load, "--json", str(out)], check=True)
+        return json.loads(out.read_text())
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--rank-of-sums"]:
         rank, ranks, port, out = sys.argv[2:]
@@ -316,6 +328,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--disaggregate", action="store_true", help="also run disaggregation.py")
     parser.add_argument("--seconds", type=float, default=110)
     parser.add_argument("--out", type=Path, default=Path("ranks.json"))
     args = parser.parse_args()
@@ -347,6 +360,8 @@ def main() -> None:
             attempt(name, lambda run=throughput.run, its=settings: run(its, names, args.seconds))
     if "replicas" in args.parts:
         attempt("replicas", lambda: replicas(args.ranks))
+    if args.disaggregate:
+        attempt("disaggregation", disaggregation)
 
 
 if __name__ == "__main__":

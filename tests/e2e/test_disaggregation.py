@@ -22,8 +22,6 @@ BASE: dict[str, Any] = {
     "kv_cache_memory": 1 << 23, "max_num_batched_tokens": 64, "skip_tokenizer_init": True, "check_invariants": True,
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("no_process_is_left")
-
 
 def requests(seed: int, count: int = 8) -> list[EngineRequest]:
     rng = random.Random(seed)

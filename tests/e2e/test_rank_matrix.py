@@ -279,7 +279,8 @@ def test_blocks_of_preempted_requests_come_back_from_host_memory(
     totals = matrix.run(case, 3)
     assert totals.moved_bytes["save"]
     assert totals.preemptions or model == "windows"
-    assert totals.fetched_tokens
+    # Few blocks with a snapshot at their end are evicted here; test_states_in_tiers.py evicts all of them.
+    assert totals.fetched_tokens or model == "states"
 
 
 def test_the_cases_contain_all_pairs() -> None:

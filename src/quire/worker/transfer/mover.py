@@ -155,32 +155,35 @@ class GpuCopier:
                 self._scatter(blocks[at : at + len(chosen)])
         return self._mark()
 
-    def _split(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Return the places in `numbers` of blocks, these blocks, and the places of pages of snapshots."""
-        first = self._snapshots.first
-        places = [place for place, number in enumerate(numbers) if number < first]
-        both = torch.tensor([places, [numbers[place] for place in places]], dtype=torch.int64)
-        at, blocks = both.pin_memory().to(self._in.device, non_blocking=True)
-        return at, blocks, [place for place, number in enumerate(numbers) if number >= first]
+    def _split(self, numbers: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the blocks and the pages of snapshots in `numbers`, each with its place there."""
+        first, both = self._snapshots.first, list(enumerate(numbers))
+        return [one for one in both if one[1] < first], [one for one in both if one[1] >= first]
+
+    def _index(self, pairs: list[tuple[int, int]]) -> torch.Tensor:
+        """Return pairs of place and number on the device, int64 [2, pairs]."""
+        return torch.tensor(list(zip(*pairs)), pin_memory=True).to(self._in.device, non_blocking=True)
 
     def _gather(self, numbers: list[int]) -> None:
         """Copy blocks and pages of snapshots into the first rows of the buffer of saves."""
-        at, blocks, pages = self._split(numbers)
-        if len(at):
+        blocks, pages = self._split(numbers)
+        if blocks:
+            at, index = self._index(blocks)
             for part, where in self._blocks.slices():
-                self._out[:, where].index_copy_(0, at, part.index_select(0, blocks))
-        for place in pages:
-            for piece, where in self._snapshots.pieces(numbers[place]):
+                self._out[:, where].index_copy_(0, at, part.index_select(0, index))
+        for place, page in pages:
+            for piece, where in self._snapshots.pieces(page):
                 self._out[place, where] = piece
 
     def _scatter(self, numbers: list[int]) -> None:
         """Copy the first rows of the buffer of loads into blocks and pages of snapshots."""
-        at, blocks, pages = self._split(numbers)
-        if len(at):
+        blocks, pages = self._split(numbers)
+        if blocks:
+            at, index = self._index(blocks)
             for part, where in self._blocks.slices():
-                part.index_copy_(0, blocks, self._in[:, where].index_select(0, at))
-        for place in pages:
-            for piece, where in self._snapshots.pieces(numbers[place]):
+                part.index_copy_(0, index, self._in[:, where].index_select(0, at))
+        for place, page in pages:
+            for piece, where in self._snapshots.pieces(page):
                 piece.copy_(self._in[place, where])
 
     def _mark(self) -> Callable[[], None]:

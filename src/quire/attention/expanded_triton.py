@@ -72,7 +72,8 @@ class ExpandedTriton:
         sizes = self._sizes
         widths = sizes.content_dim, sizes.rotary_dim, sizes.value_dim
         per_tile = expanded_tile(*widths, sizes.itemsize, target_of(device)).rows
-        pieces, tiles = [], []
+        pieces: list[_Piece] = []
+        tiles: list[tuple[int, ...]] = []
         begin = 0
         for segments in _packed(batch.seq_bounds.tolist(), self._most_keys):
             before, place = len(tiles), 0
@@ -151,7 +152,7 @@ def _tiles(
         place: of the first key in its piece.
         per_tile: tokens per tile.
     """
-    found = []
+    found: list[tuple[int, ...]] = []
     for tile in range((new - 1) // per_tile * per_tile, -1, -per_tile):
         last = (
             bound - new + min(tile + per_tile, new) - 1

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "wiring", "worker", "frontend", "models", "host", "assembly", "llm", "kernels",
-              "attention"},
+              "attention", "layers"},
     "assembly": {"types", "config", "config_rules", "frontend", "worker", "models", "attention", "layers", "parallel", "quant", "kernels",
                  "speculation", "files"},
     "rank": {"types", "config", "worker", "models", "layers", "parallel", "kernels", "assembly", "wiring"},

@@ -15,7 +15,7 @@ from quire.attention.expanded_reference import ExpandedReference
 from quire.attention.expanding import ExpandingAttention
 from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.attention.reference import ReferenceAttention
-from ragged import Rows
+from ragged import Layer, Rows, check, make_case
 
 DEEPSEEK = ExpansionRule(heads=16, rank=512, content_dim=128, value_dim=128)
 
@@ -100,6 +100,13 @@ def test_a_row_gives_the_same_bits_alone_and_in_company() -> None:
         its.kv_slots, its.kv = batch.kv_slots[tokens], [(entries.view(batch.kv[0][0].shape).clone(),)]
         its.attn = expanding().plan(its)
         assert torch.equal(alone.run(), together[tokens])
+
+
+def test_layers_of_a_drafter_may_keep_keys_and_values_of_heads() -> None:
+    backend = expanding()
+    case = make_case(random.Random(1), backend, Layer(4, 2, 16, 0.25), [(9, 4), (20, 1), (0, 5)], 4)
+    assert isinstance(case.batch.attn, list)
+    check(case, backend)
 
 
 # -------------------------------------------------------------------------------------------- the rule

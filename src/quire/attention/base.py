@@ -172,7 +172,11 @@ class LatentLayer(KVLayer, Protocol):
     rank: int
     scale: float
     span: int  # distance between the two dimensions of a rotated pair
-    expansion: Expansion
+
+    @property
+    def expansion(self) -> Expansion:
+        """Return the map to keys and values of all heads."""
+        ...
 
     @property
     def norm(self) -> LatentNorm:

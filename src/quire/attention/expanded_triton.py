@@ -19,6 +19,7 @@ from quire.attention.base import Angles, ForwardBatch, LatentLayer
 from quire.attention.row_batches import to_device
 from quire.kernels.attention.expanded import BEGINS, ENDS, ENTRY, attend_expanded_tiles, expanded_tile
 from quire.kernels.attention.latent_write import store_latent
+from quire.kernels.attention.tile import Tile
 from quire.kernels.target import target_of
 
 
@@ -51,6 +52,7 @@ class _PiecesPlan:
     kv: torch.Tensor  # int64 [bound of all keys]: KV slots; behind the end of a row that of its last key
     pieces: list[_Piece]
     tiles: torch.Tensor  # int32 [all tiles, 8]
+    tile: Tile  # its rows are the tokens of a listed tile
     carries: bool  # a row has several segments
 
 
@@ -71,21 +73,22 @@ class ExpandedTriton:
         assert counts is not None, "rows that expand are not captured"
         sizes = self._sizes
         widths = sizes.content_dim, sizes.rotary_dim, sizes.value_dim
-        per_tile = expanded_tile(*widths, sizes.itemsize, target_of(device)).rows
-        pieces, tiles = [], []
+        tile = expanded_tile(*widths, sizes.itemsize, target_of(device))
+        pieces: list[_Piece] = []
+        tiles: list[tuple[int, ...]] = []
         begin = 0
         for segments in _packed(batch.seq_bounds.tolist(), self._most_keys):
             before, place = len(tiles), 0
             for row, first, count in segments:
                 bound, new = int(batch.seq_bounds[row]), int(counts[row])
                 token = int(counts[:row].sum())
-                tiles += _tiles(row, token, new, bound, first, count, place, per_tile)
+                tiles += _tiles(row, token, new, bound, first, count, place, tile.rows)
                 place += count
             pieces.append(_Piece(slice(begin, begin + place), slice(before, len(tiles))))
             begin += place
         carries = int(batch.seq_bounds.max()) > self._most_keys
         listed = to_device(np.array(tiles, np.int32).reshape(-1, ENTRY), device)
-        return _PiecesPlan(_kv_slots(batch), pieces, listed, carries)
+        return _PiecesPlan(_kv_slots(batch), pieces, listed, tile, carries)
 
     def forward_latent(
         self,
@@ -115,7 +118,7 @@ class ExpandedTriton:
             expanded = expansion.expand(found[:, : layer.rank])
             attend_expanded_tiles(
                 queries, expanded, found[:, layer.rank :], out, carried, batch.seq_lens, plan.tiles[piece.tiles],
-                layer.scale,
+                layer.scale, plan.tile,
             )  # fmt: skip
         return out.flatten(1)
 
@@ -151,7 +154,7 @@ def _tiles(
         place: of the first key in its piece.
         per_tile: tokens per tile.
     """
-    found = []
+    found: list[tuple[int, ...]] = []
     for tile in range((new - 1) // per_tile * per_tile, -1, -per_tile):
         last = (
             bound - new + min(tile + per_tile, new) - 1

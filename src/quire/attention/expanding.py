@@ -17,6 +17,7 @@ from quire.attention.base import (
     AttentionBackend,
     AttentionLayer,
     ForwardBatch,
+    HeadNorms,
     IndexLayer,
     LatentLayer,
     PackedForward,
@@ -71,6 +72,7 @@ class ExpandingAttention:
         self.reads_shared = absorbed.reads_shared
         self.rule = rule
         self._absorbed, self._expanded = absorbed, expanded
+        self.forward_packed: PackedForward | None = self._packed if absorbed.forward_packed else None
 
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return self._absorbed.kv_shape(num_blocks, block_size, heads, dim)
@@ -110,9 +112,17 @@ class ExpandingAttention:
             out[at] = share.runs.forward_latent(layer, q[at], entries[at], angles.select(at), share.batch)
         return out
 
-    @property
-    def forward_packed(self) -> PackedForward | None:
-        return self._absorbed.forward_packed
+    def _packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        packed = self._absorbed.forward_packed
+        assert packed is not None
+        return packed(layer, qkv, norms, table, self._unshared(batch))
 
     def forward(
         self,
@@ -122,7 +132,7 @@ class ExpandingAttention:
         v: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        return self._absorbed.forward(layer, q, k, v, batch)
+        return self._absorbed.forward(layer, q, k, v, self._unshared(batch))
 
     def choose(
         self,
@@ -132,7 +142,15 @@ class ExpandingAttention:
         weights: torch.Tensor,
         batch: ForwardBatch,
     ) -> torch.Tensor | None:
-        return self._absorbed.choose(layer, q, keys, weights, batch)
+        return self._absorbed.choose(layer, q, keys, weights, self._unshared(batch))
+
+    def _unshared(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return the step with the plan of the wrapped back end, for a drafter's layers without latents."""
+        if not isinstance(batch.attn, list):
+            return batch
+        step = replace(batch, others=[])
+        step.attn = self._absorbed.plan(step)
+        return step
 
 
 def _latent_share(runs: LatentRows, batch: ForwardBatch, tokens: Tokens) -> _LatentShare:

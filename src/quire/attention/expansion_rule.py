@@ -63,4 +63,4 @@ class NoExpansion(ExpansionRule):
         return np.zeros(len(new), np.bool_)
 
 
-NO_EXPANSION = NoExpansion(0, 0, 0, 0)
+NO_EXPANSION: ExpansionRule = NoExpansion(0, 0, 0, 0)

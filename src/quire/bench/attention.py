@@ -231,7 +231,7 @@ class _AttentionInputs:
         )
 
 
-def best_time(run: Callable[[], None], device: torch.device) -> float:
+def best_time(run: Callable[[], object], device: torch.device) -> float:
     """Return the least seconds of a call: on a GPU of the replay of a graph, on a CPU of the call itself."""
     run()
     if device.type != "cuda":
@@ -251,7 +251,7 @@ def best_time(run: Callable[[], None], device: torch.device) -> float:
     return min(times)
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

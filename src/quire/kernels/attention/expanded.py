@@ -114,9 +114,9 @@ def attend_expanded_tiles(
         carried: fp32 [tokens, heads, value dim] and [tokens, heads, 2], which carry sums from piece to piece; None if
             all tiles have BEGINS and ENDS.
         seq_lens: int32 [rows], new tokens included.
-        tiles: int32 [tiles, 8], with as many tokens per tile as `expanded_tile` has rows.
+        tiles: int32 [tiles, 8], with as many tokens per tile as `tile` has rows.
         scale: factor of the scores.
-        tile: sizes of a program, for benchmarks; None to choose them.
+        tile: sizes of a program; None: those of `expanded_tile`.
     """
     heads, value = out.shape[1:]
     rotary, content = rotary_keys.shape[1], expanded.shape[2] - value

@@ -99,4 +99,5 @@ FAMILY = Family(
     ),
     parse=_parse,
     special="four residual streams, layers that share keys and values, an embedding per layer, sparse gates",
+    heads=(),
 )

@@ -124,4 +124,5 @@ FAMILY = Family(
     special="two head sizes, layers that share keys and values, an embedding per layer, experts beside the MLP",
     tools="gemma",
     reasoning="gemma",
+    heads=(),
 )

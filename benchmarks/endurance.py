@@ -55,7 +55,10 @@ WORDS = [
     "with",
     "Rosa",
 ]
-GRAMMARS = [{"regex": "(red|blue) [a-z ]{8,40}"}, {"json": {"type": "array", "items": {"enum": WORDS}, "maxItems": 9}}]
+GRAMMARS = [
+    {"regex": "(red|blue) [a-z ]{8,40}"},
+    {"json": {"type": "array", "items": {"enum": WORDS}, "maxItems": 9}},
+]
 LONG = 0.03  # share of prompts of several hundred words
 IDLE_S = 20.0
 SAMPLE_S = 30.0  # between two samples of memory

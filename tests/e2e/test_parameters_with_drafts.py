@@ -7,7 +7,6 @@ each parameter meets accepted and rejected drafts.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from switches import GPU_SWITCHES, SWITCHES, WITH_DRAFTS, Bench, defaults, legal, make_requests, random_settings
+from switches import (
+    GPU_SWITCHES,
+    SWITCHES,
+    WITH_DRAFTS,
+    Bench,
+    defaults,
+    legal,
+    make_requests,
+    random_settings,
+)
 from test_speculation import draft_answers, with_drafts
 
 from quire.worker.memory.states import StateMemory

@@ -18,7 +18,15 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_every_request_ends_once_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     endurance = importlib.import_module("endurance")
-    flags = ["--max-num-seqs", "16", "--max-waiting", "24", "--check-invariants", "--kv-cache-memory", "10000000"]
+    flags = [
+        "--max-num-seqs",
+        "16",
+        "--max-waiting",
+        "24",
+        "--check-invariants",
+        "--kv-cache-memory",
+        "10000000",
+    ]
     drafts = ["--spec-method", "suffix", "--spec-tokens", "4", "--no-spec-adaptive"]
     server = endurance.Server(["demo", *flags, *drafts])
     try:
@@ -26,7 +34,9 @@ def test_every_request_ends_once_and_nothing_stays(monkeypatch: pytest.MonkeyPat
         stats = httpx.get(server.url + "/stats").json()
     finally:
         assert server.close() == 0
-    assert stats["drafts"]["method"] == "suffix" and 0 < stats["drafts"]["accepted"] < stats["drafts"]["tokens"]
+    assert (
+        stats["drafts"]["method"] == "suffix" and 0 < stats["drafts"]["accepted"] < stats["drafts"]["tokens"]
+    )
     for level in levels:
         assert level.wrong == [] and sum(level.ended.values()) == level.sent >= level.clients
         assert level.ended["done"]

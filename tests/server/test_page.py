@@ -411,7 +411,15 @@ def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
     code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
     code = code.replace("arguments[0]", "receipt")
     html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
-    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "was evicted", "decode", "7 of 9 draft tokens"):
+    for wanted in (
+        "1.23 s",
+        "something new",
+        "100 ms",
+        "queued for a slot",
+        "was evicted",
+        "decode",
+        "7 of 9 draft tokens",
+    ):
         assert wanted in html, wanted
     assert "read" not in html.replace("spread", "")
     assert html.count("<li>") + html.count('<li class="">') == 5
@@ -549,7 +557,10 @@ def test_figures_of_drafts_are_shown_if_there_are_any(busy: Server, browser: Bro
     drafts = {"draft_rows": 10, "draft_tokens": 25, "accepted_tokens": 14, "accepted_at": [9, 5, 0]}
     plain, shown = browser.js(code, state, drafts)
     assert "Drafts" not in plain
-    assert "Drafts accepted56.0 % of 25 · by position 90, 50, 0 %" in shown and "Accepted length2.40 tokens" in shown
+    assert (
+        "Drafts accepted56.0 % of 25 · by position 90, 50, 0 %" in shown
+        and "Accepted length2.40 tokens" in shown
+    )
 
 
 STEP = {

@@ -37,7 +37,9 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_draft_heads_are_offered_where_models_can_show_their_states() -> None:
     others = {name for name, model in CLASSES.items() if not has_plain_layers(model)}
-    assert others == {family.parse.__module__.rpartition(".")[2] for family in catalogue() if not family.heads}
+    assert others == {
+        family.parse.__module__.rpartition(".")[2] for family in catalogue() if not family.heads
+    }
 
 
 def test_names_are_unique_and_known() -> None:

@@ -54,7 +54,9 @@ def layer_bytes(
     quantization = spec.quantization
     if quantization is None or not stays_packed(device, has_kernels, quantization.is_fp8):
         return parameters * dtype.itemsize
-    bits = _bits(quantization.convert, quantization.group_size) if quantization.convert else 8 * dtype.itemsize
+    bits = (
+        _bits(quantization.convert, quantization.group_size) if quantization.convert else 8 * dtype.itemsize
+    )
     return int(parameters * bits / 8)
 
 

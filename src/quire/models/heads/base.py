@@ -8,7 +8,7 @@ state of its own, which takes the place of the model's at the next position.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -99,4 +99,4 @@ def decoder_of(model: Model, method: str) -> DecoderModel:
 
 def has_plain_layers(model_class: object) -> bool:
     """Return whether layers of the model read one residual stream and nothing else, so that a head can read it too."""
-    return getattr(model_class, "__call__", None) is DecoderModel.__call__
+    return cast(type, model_class).__call__ is DecoderModel.__call__

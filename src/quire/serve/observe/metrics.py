@@ -155,7 +155,9 @@ class VllmMetrics(MetricBuilder):
     def _drafts(self) -> Iterator[Metric]:
         info = self.engine.info
         labels = {"method": info.spec_method, "num_speculative_tokens": str(info.states_per_request - 1)}
-        yield self.gauge("quire:spec_decode_config_info", "Settings of speculative decoding, as labels.", 1, labels)
+        yield self.gauge(
+            "quire:spec_decode_config_info", "Settings of speculative decoding, as labels.", 1, labels
+        )
         yield self.engine_counter(
             "vllm:spec_decode_num_drafts",
             "Number of rows that verified draft tokens.",

@@ -152,7 +152,7 @@ def test_layers_with_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(1)
     model, head = write_mtp(tmp_path / "model"), tmp_path / "head"
     write_eagle3(head, vocab_size=1600, max_position_embeddings=256, eagle_aux_hidden_state_layer_ids=[-1, 0])
-    bench = Bench(str(model), requests=make_requests(random.Random(7))[:8], windows=(9, None))
+    bench = Bench(str(model), requests=make_requests(random.Random(7))[:12], windows=(9, None))
     run_all(bench, {"spec_method": "eagle3", "spec_model": str(head)}, monkeypatch, crowded=False)
     assert bench.info.kv_groups == [(2, None), (1, 9)]
 

@@ -55,6 +55,10 @@ WORDS = [
     "with",
     "Rosa",
 ]
+GRAMMARS = [
+    {"regex": "(red|blue) [a-z ]{8,40}"},
+    {"json": {"type": "array", "items": {"enum": WORDS}, "maxItems": 9}},
+]
 LONG = 0.03  # share of prompts of several hundred words
 IDLE_S = 20.0
 SAMPLE_S = 30.0  # between two samples of memory
@@ -135,6 +139,8 @@ def request(r: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
         "ignore_eos": r.random() < 0.5,
         "n": r.choice([1, 1, 1, 2]),
     }
+    if r.random() < 0.15:
+        body |= {"structured_outputs": r.choice(GRAMMARS)}
     if r.random() < 0.2:
         body |= {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}
     if r.random() < 0.5:

@@ -23,8 +23,11 @@ nearest supported ones or with the reason; `quire doctor` prints the list. Check
 `model_type` is supported, and requests with images are refused. A new family is one file
 ([guide](contributing/model-family.md)).
 
-| models | architecture | what is special | GGUF | tools | reasoning |
-|---|---|---|---|---|---|
+Every family can draft with `ngram`, `suffix` or a `draft` model ([SPECULATION](SPECULATION.md)); the column "draft heads"
+has the further methods.
+
+| models | architecture | what is special | GGUF | tools | reasoning | draft heads |
+|---|---|---|---|---|---|---|
 """
 # Families whose parsers are in models/config/.
 OTHERS = (
@@ -38,6 +41,7 @@ OTHERS = (
     ),
     Family(
         title="DeepSeek-V3, R1, Kimi-K2, text of Kimi-K2.5",
+        heads=("eagle3", "mtp"),
         architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
         parse=PARSERS["DeepseekV3ForCausalLM"],
         special="the same, sigmoid routing with a correction bias",
@@ -87,7 +91,8 @@ def _row(family: Family) -> str:
     tools, reasoning = (
         name if name in ("json", "none") else f"`{name}`" for name in (family.tools, family.reasoning)
     )
-    cells = (family.title, family.architectures[0], family.special, gguf, tools, reasoning)
+    heads = ", ".join(f"`{name}`" for name in family.heads) or "-"
+    cells = (family.title, family.architectures[0], family.special, gguf, tools, reasoning, heads)
     return "| " + " | ".join(cells) + " |\n"
 
 

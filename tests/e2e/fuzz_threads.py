@@ -19,12 +19,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from switches import SWITCHES, Bench, random_settings
+from switches import WITH_DRAFTS, Bench, random_settings
 
 from quire.types import EngineRequest, SamplingParams
 
 _LOADS = 12  # with one set of requests
-_SWITCHES = SWITCHES | {
+_SWITCHES = WITH_DRAFTS | {
     "max_num_batched_tokens": (None, 8, 15, 31, 33),
     "prefix_caching": (None, True, True, False),
     "cpu_kernels": (True, True, True, False),
@@ -60,6 +60,7 @@ def fuzz(bench: Bench, threads: int, seed: int) -> Counter[str]:
         tokens=totals.generated_tokens,
         cached_tokens=totals.cached_tokens,
         preemptions=totals.preemptions,
+        draft_tokens=totals.draft_tokens,
     )
 
 

@@ -40,11 +40,12 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "cpu_replay": (True, False),
     "blocks": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
 }
-GPU_SWITCHES = SWITCHES | {
+# Methods that need no checkpoint; test_draft_methods.py has the others.
+WITH_DRAFTS = SWITCHES | {"spec_method": ("off", "ngram", "suffix"), "spec_adaptive": (True, False)}
+GPU_SWITCHES = WITH_DRAFTS | {
     "cuda_graphs": (True, False),
     "capture_at_start": (False, True),
     "shared_prefix": (True, False),
-    "spec_method": ("off", "ngram"),
 }
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
 _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
@@ -71,7 +72,7 @@ def defaults() -> dict[str, Any]:
     return {name: values[0] for name, values in SWITCHES.items()}
 
 
-def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = SWITCHES) -> dict[str, Any]:
+def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = WITH_DRAFTS) -> dict[str, Any]:
     """A legal full combination; small block pools and paging are drawn more often than the rest."""
     while True:
         settings = {name: rng.choice(values) for name, values in switches.items()}

@@ -16,6 +16,7 @@ from quire import EngineConfig
 from quire.assembly.drafting import find_draft
 from quire.assembly.model import served_spec
 from quire.models.config.load import load_spec
+from quire.models.gemma3n import Gemma3nModel
 from quire.models.heads import base
 from quire.types import ConfigError
 from tiny import write_tiny
@@ -185,3 +186,7 @@ def test_models_of_other_kinds_refuse_heads() -> None:
 
     with pytest.raises(ConfigError, match="GPT2LMHeadModel is another model"):
         base.decoder_of(Other(), "mtp")  # type: ignore[arg-type]
+    several_streams = object.__new__(Gemma3nModel)
+    several_streams.spec = Other.spec  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="one residual stream"):
+        base.decoder_of(several_streams, "eagle3")

@@ -147,6 +147,16 @@ def test_layers_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_all(bench, {"spec_method": "eagle3", "spec_model": str(head)}, monkeypatch, crowded=True)
 
 
+def test_layers_with_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of the head stay while those of other layers are released behind their window."""
+    torch.set_num_threads(1)
+    model, head = write_mtp(tmp_path / "model"), tmp_path / "head"
+    write_eagle3(head, vocab_size=1600, max_position_embeddings=256, eagle_aux_hidden_state_layer_ids=[-1, 0])
+    bench = Bench(str(model), requests=make_requests(random.Random(7))[:12], windows=(9, None))
+    run_all(bench, {"spec_method": "eagle3", "spec_model": str(head)}, monkeypatch, crowded=False)
+    assert bench.info.kv_groups == [(2, None), (1, 9)]
+
+
 @pytest.mark.usefixtures("no_process_is_left")
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_two_ranks(tmp_path: Path, method: str) -> None:

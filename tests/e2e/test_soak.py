@@ -1,5 +1,5 @@
 """Hundreds of requests through one engine on a GPU, with all that may go on at once: random arrivals, aborts,
-preemption, a beginning that most requests share, sampled and greedy rows in one batch, steps of many shapes.
+preemption, drafts, a beginning that most requests share, sampled and greedy rows in one batch, steps of many shapes.
 What comes out must be what plain torch attention makes of the same requests, operation by operation."""
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def soak(device: str, count: int, kv_cache_memory: int) -> Engine:
     expected = drain(plain)
     plain.close()
 
-    engine = make_engine(device, kv_cache_memory=kv_cache_memory, check_invariants=True)
+    drafts: dict[str, Any] = {"spec_method": "suffix", "spec_tokens": 3, "spec_adaptive": False}
+    engine = make_engine(device, kv_cache_memory=kv_cache_memory, check_invariants=True, **drafts)
     todo, live, aborted = list(requests), set[str](), set[str]()
     got: dict[str, list[int]] = {request.id: [] for request in requests}
     while todo or engine.has_work:
@@ -69,6 +70,7 @@ def soak(device: str, count: int, kv_cache_memory: int) -> Engine:
             if output.finish_reason:
                 live.remove(output.id)
     engine.check()
+    assert 0 < engine.log.totals.accepted_tokens < engine.log.totals.draft_tokens
     for name, tokens in got.items():
         wanted = expected[name]
         assert tokens == (wanted[: len(tokens)] if name in aborted else wanted), name

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, make_requests, random_settings
+from switches import (
+    GPU_SWITCHES,
+    SWITCHES,
+    WITH_DRAFTS,
+    Bench,
+    defaults,
+    legal,
+    make_requests,
+    random_settings,
+)
 from test_speculation import draft_answers, with_drafts
 
 from quire.worker.memory.states import StateMemory
@@ -48,13 +57,16 @@ def test_every_pair_of_switches(bench: Bench, first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, RANDOM_RUNS, CHUNK))
 def test_random_combinations(bench: Bench, first: int) -> None:
-    preempted = cached = fetched = 0
+    preempted = cached = fetched = drafted = accepted = 0
     for seed in range(first, first + CHUNK):
         totals = bench.run(random_settings(random.Random(seed)), seed=seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
         fetched += sum(totals.fetched_tokens.values())
+        drafted += totals.draft_tokens
+        accepted += totals.accepted_tokens
     assert preempted and cached, "the load exercised no preemption or no prefix cache"
+    assert 0 < accepted < drafted, "the load exercised no accepted or no rejected drafts"
     assert fetched or first, "the load exercised no host memory"
 
 
@@ -82,17 +94,16 @@ def test_random_combinations_with_codes_in_the_cache(
 ) -> None:
     torch.set_num_threads(1)
     bench = Bench("demo-draft", windows=windows, kv_cache_dtype=kv_cache_dtype)
-    switches = SWITCHES | {"spec_method": ("off", "ngram")}
     crowded = {"kv_layout": "paged", "blocks": "tight", "max_num_seqs": 8, "prefix_caching": None}
     totals = [
-        bench.run(random_settings(random.Random(seed), switches) | crowded, seed).log.totals
+        bench.run(random_settings(random.Random(seed)) | crowded, seed).log.totals
         for seed in range(CHUNK // 6)
     ]
     assert sum(t.preemptions for t in totals) and sum(t.cached_tokens for t in totals)
 
 
 STATE_SWITCHES = {
-    **SWITCHES,
+    **WITH_DRAFTS,
     "state_snapshots": (None, 1, 3),
     "state_snapshot_interval": (4096, 0, 16),
     "state_snapshot_answers": (64, 0, 5),

@@ -1,4 +1,7 @@
-"""benchmarks/endurance.py for some seconds: clients that read, disconnect or read slowly, on the demo model."""
+"""benchmarks/endurance.py for some seconds: clients that read, disconnect or read slowly, on the demo model.
+
+The server drafts tokens, and its KV cache holds little more than one request of full length.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import importlib
 from pathlib import Path
 
+import httpx
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -14,11 +18,25 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_every_request_ends_once_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     endurance = importlib.import_module("endurance")
-    server = endurance.Server(["demo", "--max-num-seqs", "16", "--max-waiting", "24", "--check-invariants"])
+    flags = [
+        "--max-num-seqs",
+        "16",
+        "--max-waiting",
+        "24",
+        "--check-invariants",
+        "--kv-cache-memory",
+        "10000000",
+    ]
+    drafts = ["--spec-method", "suffix", "--spec-tokens", "4", "--no-spec-adaptive"]
+    server = endurance.Server(["demo", *flags, *drafts])
     try:
         levels = asyncio.run(endurance.run(server, [1, 8, 64], seconds=3.0))
+        stats = httpx.get(server.url + "/stats").json()
     finally:
         assert server.close() == 0
+    assert (
+        stats["drafts"]["method"] == "suffix" and 0 < stats["drafts"]["accepted"] < stats["drafts"]["tokens"]
+    )
     for level in levels:
         assert level.wrong == [] and sum(level.ended.values()) == level.sent >= level.clients
         assert level.ended["done"]

@@ -13,6 +13,8 @@ from quire.models.config.gguf import ARCHITECTURES
 from quire.models.config.gguf_families import TRANSLATIONS
 from quire.models.config.hf import parsers
 from quire.models.families import catalogue
+from quire.models.heads.base import has_plain_layers
+from quire.models.registry import CLASSES
 from quire.models.spec import ModelSpec
 from quire.serve.answer.reasoning_formats import REASONING_PARSERS
 from quire.serve.answer.tools.formats import TOOL_PARSERS
@@ -31,6 +33,13 @@ def test_the_page_is_up_to_date() -> None:
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
     shown = {name for family in (*catalogue(), *module.OTHERS) for name in family.architectures}
     assert {name for name in parsers() if name.endswith("ForCausalLM")} <= shown, "list them in OTHERS"
+
+
+def test_draft_heads_are_offered_where_models_can_show_their_states() -> None:
+    others = {name for name, model in CLASSES.items() if not has_plain_layers(model)}
+    assert others == {
+        family.parse.__module__.rpartition(".")[2] for family in catalogue() if not family.heads
+    }
 
 
 def test_names_are_unique_and_known() -> None:

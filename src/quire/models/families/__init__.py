@@ -30,6 +30,7 @@ class Family:
         gguf: architectures of GGUF files.
         tools: tool format, a key of TOOL_PARSERS.
         reasoning: reasoning format, a key of REASONING_PARSERS.
+        heads: methods of speculative decoding with a draft head. All families have the other methods.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Family:
     gguf: tuple[str, ...] = ()
     tools: str = "json"
     reasoning: str = "none"
+    heads: tuple[str, ...] = ("eagle3",)
 
 
 def names(stem: str, *more: str) -> tuple[str, ...]:

@@ -100,4 +100,5 @@ FAMILY = Family(
     parse=_parse,
     special="four residual streams, layers that share keys and values, an embedding per layer, sparse gates",
     gguf=("gemma3n",),
+    heads=(),
 )

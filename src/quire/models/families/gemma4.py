@@ -125,4 +125,5 @@ FAMILY = Family(
     gguf=("gemma4",),
     tools="gemma",
     reasoning="gemma",
+    heads=(),
 )

@@ -1,6 +1,6 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471).
 
-The layer for multi-token prediction behind the last one is not loaded.
+The layer for multi-token prediction behind the last one is loaded for `spec_method` mtp only.
 """
 
 from __future__ import annotations
@@ -43,4 +43,5 @@ FAMILY = Family(
     gguf=("glm4moe",),
     tools="glm45",
     reasoning="think",
+    heads=("eagle3", "mtp"),
 )

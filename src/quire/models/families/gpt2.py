@@ -48,4 +48,5 @@ FAMILY = Family(
     parse=_parse,
     special="learned positions, LayerNorm, an MLP without gate, biases",
     gguf=("gpt2",),
+    heads=(),
 )

@@ -8,7 +8,7 @@ state of its own, which takes the place of the model's at the next position.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -89,9 +89,14 @@ def tap(model: Model, indices: Sequence[int], method: str) -> Callable[[], torch
 
 def decoder_of(model: Model, method: str) -> DecoderModel:
     """Return the model as a decoder whose layers a head can read. Raise ConfigError if it is built otherwise."""
-    if not isinstance(model, DecoderModel):
+    if not isinstance(model, DecoderModel) or not has_plain_layers(type(model)):
         raise ConfigError(
-            f"spec_method {method} needs a decoder with rotary attention, but {model.spec.architecture} is another "
-            "model; use spec_method ngram"
+            f"spec_method {method} needs a decoder with one residual stream and rotary attention, but "
+            f"{model.spec.architecture} is another model; use spec_method ngram"
         )
     return model
+
+
+def has_plain_layers(model_class: object) -> bool:
+    """Return whether layers of the model read one residual stream and nothing else, so that a head can read it too."""
+    return cast(type, model_class).__call__ is DecoderModel.__call__

@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from whole import load_model
 
 from quire.models.checkpoint import gguf as gguf_checkpoint
 from quire.models.config import gguf as gguf_config
+from quire.models.config.gguf_file import GGUFFile, open_gguf
 from quire.types import ModelError
 
 # Without these a file is that of another valid model: with a tied head, or without scaled positions or layers.
@@ -24,21 +24,17 @@ REQUIRED = (
 )  # fmt: skip
 
 
-class PartialReader:
-    """A reader of a file that hides one key or one tensor, and lists the keys that were read."""
+class WatchedMetadata(dict[str, Any]):
+    """Metadata that lists the keys that were read and present."""
 
-    byte_order = "I"
-
-    def __init__(self, reader: gguf.GGUFReader, hidden: str = "") -> None:
-        self._reader, self._hidden = reader, hidden
-        self.tensors = [tensor for tensor in reader.tensors if tensor.name != hidden]
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
         self.read: set[str] = set()
 
-    def get_field(self, key: str) -> Any:
-        found = None if key == self._hidden else self._reader.get_field(key)
-        if found is not None:
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self:
             self.read.add(key)
-        return found
+        return super().get(key, default)
 
 
 def check_without_parts(path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int = 2) -> None:
@@ -51,19 +47,20 @@ def check_without_parts(path: Path, monkeypatch: pytest.MonkeyPatch, tensors: in
         monkeypatch: replaces the function that opens files.
         tensors: number of tensors to try, chosen by the file's contents.
     """
-    whole = gguf.GGUFReader(path)
-    reader = PartialReader(whole)
+    whole = open_gguf(path)
 
-    def hide(part: str) -> PartialReader:
-        partial = PartialReader(whole, part)
+    def hide(part: str) -> set[str]:
+        """Hide a key or a tensor, and return the set that collects the keys that are read."""
+        metadata = WatchedMetadata({key: value for key, value in whole.metadata.items() if key != part})
+        partial = GGUFFile(metadata, [tensor for tensor in whole.tensors if tensor.name != part])
         for module in (gguf_config, gguf_checkpoint):
             monkeypatch.setattr(module, "open_gguf", lambda path: partial)
-        return partial
+        return metadata.read
 
-    reader = hide("")
+    read = hide("")
     gguf_config.gguf_spec(path)
     named = set()
-    for key in sorted(reader.read):
+    for key in sorted(set(read)):
         hide(key)
         try:
             gguf_config.gguf_spec(path)
@@ -71,7 +68,7 @@ def check_without_parts(path: Path, monkeypatch: pytest.MonkeyPatch, tensors: in
             assert len(str(error)) < 600 and "\n" not in str(error) and "config.json" not in str(error)
             if key.rpartition(".")[2] in str(error):
                 named.add(key)
-    assert {key for key in reader.read if key.endswith(REQUIRED) or ".ssm." in key} <= named
+    assert {key for key in read if key.endswith(REQUIRED) or ".ssm." in key} <= named
     names = sorted(tensor.name for tensor in whole.tensors)
     for name in random.Random(len(names)).sample(names, tensors):
         hide(name)

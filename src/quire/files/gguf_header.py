@@ -1,4 +1,4 @@
-"""Reader of the key-value header of a GGUF file. It needs neither numpy nor torch, and reads no tensors.
+"""Reader of the header of a GGUF file: keys and values, and where the tensors are. It needs neither numpy nor torch.
 
 Every length in the file is checked against the file's size and against a limit before it is used.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.files.reading import check_regular
+from quire.files.reading import check_regular, shown
 from quire.types import ModelError
 
 # GGUF value types by number: struct codes of the scalars; 8 is a string, 9 an array.
@@ -22,6 +23,29 @@ _MAX_VALUES = 4 * MAX_TOKENS  # in all arrays together: tokens, types, scores, m
 _MAX_TENSORS = 200_000
 _MAX_KEYS = 10_000
 _TENSOR_BYTES = 24  # minimal size of a tensor's entry in the header
+_MAX_STRING_BYTES = 1 << 28  # of all strings together
+_MAX_DIMENSIONS = 4
+_MAX_DIMENSION = 1 << 40
+_MAX_ALIGNMENT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensorInfo:
+    """A tensor of a file: name, dimensions (inputs first), number of its format, and offset behind `data_start`."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """The keys and values of a file, its tensors, and the byte behind the header where their numbers begin."""
+
+    metadata: dict[str, Any]
+    tensors: tuple[GGUFTensorInfo, ...]
+    data_start: int
 
 
 class _Cursor:
@@ -30,6 +54,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path, self._at = data, path, 0
         self._values = 0  # in arrays so far
+        self._string_bytes = 0  # so far
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:
@@ -47,7 +72,43 @@ class _Cursor:
         return self.numbers("Q", 1)[0]
 
     def string(self) -> str:
-        return self.take(self.length()).decode("utf-8", "replace")
+        length = self.length()
+        self._string_bytes += length
+        if self._string_bytes > _MAX_STRING_BYTES and length <= len(self._data) - self._at:
+            raise ModelError(
+                f"{self._path} has more than {_MAX_STRING_BYTES} bytes of strings in its header, which is the limit"
+            )
+        return self.take(length).decode("utf-8", "replace")
+
+    def tensor(self) -> GGUFTensorInfo:
+        """Read the entry of one tensor."""
+        name = self.string()
+        (dimensions,) = self.numbers("I", 1)
+        if not 0 < dimensions <= _MAX_DIMENSIONS:
+            raise ModelError(
+                f"{self._path} is corrupt: tensor {shown(name)} has {dimensions} dimensions instead of 1 to "
+                f"{_MAX_DIMENSIONS}"
+            )
+        shape = self.numbers("Q", dimensions)
+        if not all(0 < size <= _MAX_DIMENSION for size in shape):
+            raise ModelError(
+                f"{self._path} is corrupt: tensor {shown(name)} has the dimensions {list(shape)}"
+            )
+        (kind,) = self.numbers("I", 1)
+        return GGUFTensorInfo(name, shape, kind, self.length())
+
+    def aligned(self, alignment: Any) -> int:
+        """Return the position, rounded up to a multiple of `alignment`, which must be a power of two."""
+        if (
+            not isinstance(alignment, int)
+            or not 0 < alignment <= _MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
+            raise ModelError(
+                f"{self._path}: general.alignment must be a power of two up to {_MAX_ALIGNMENT}, got "
+                f"{shown(alignment)}"
+            )
+        return -(-self._at // alignment) * alignment
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -97,6 +158,19 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """Return all keys and values of the header, with arrays as lists.
 
     Raises:
+        ModelError: see `read_gguf_header`.
+    """
+    return read_gguf_header(path).metadata
+
+
+def read_gguf_header(path: Path, first_only: bool = True) -> GGUFHeader:
+    """Return the header, with arrays as lists.
+
+    Args:
+        path: the file.
+        first_only: whether to refuse a later part of a split file, which lacks most keys.
+
+    Raises:
         ModelError: if the file is missing, is not GGUF, is damaged, or exceeds a limit.
     """
     check_regular(path)
@@ -110,12 +184,20 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                 raise ModelError(
                     f"{path} has GGUF version {version}, but Quire reads little-endian versions 2 and 3 only"
                 )
-            cursor.count("tensors", _MAX_TENSORS, _TENSOR_BYTES)
+            tensors = cursor.count("tensors", _MAX_TENSORS, _TENSOR_BYTES)
             metadata: dict[str, Any] = {}
             for _ in range(cursor.count("keys", _MAX_KEYS, 12)):
                 key = cursor.string()
                 metadata[key] = cursor.value(cursor.numbers("I", 1)[0])
             _check_vocabulary(metadata, path)
-            return metadata
+            number = metadata.get("split.no", 0)
+            if first_only and number:
+                count = metadata.get("split.count", 0)
+                raise ModelError(
+                    f"{path} is a later part of a split GGUF file (split.no {shown(number)} of {shown(count)}); name "
+                    "its first part, whose name has -00001-of-"
+                )
+            infos = tuple(cursor.tensor() for _ in range(tensors))
+            return GGUFHeader(metadata, infos, cursor.aligned(metadata.get("general.alignment", 32)))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error

@@ -24,7 +24,8 @@ from quire.layers.env import StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
 from quire.models.checkpoint.gguf_changes import Change, Order, change_of
 from quire.models.checkpoint.gguf_names import IN_SPEC, GGUFNames, GGUFPlace
-from quire.models.config.gguf import Metadata, open_gguf
+from quire.models.config.gguf import Metadata
+from quire.models.config.gguf_file import GGUFTensor, open_gguf
 from quire.models.spec import ModelSpec
 from quire.quant.formats.gguf import KINDS
 from quire.types import ModelError
@@ -40,11 +41,11 @@ class GGUFCheckpoint(Checkpoint):
     """Weights of one .gguf file. Tensors whose names match `elsewhere` need not be loaded."""
 
     def __init__(self, path: Path, spec: ModelSpec, elsewhere: re.Pattern[str] | None = None) -> None:
-        reader = open_gguf(path)
+        file = open_gguf(path)
         self.path = path
         self.spec = spec
-        self.arch = Metadata(reader, path).arch
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.arch = Metadata(file, path).arch
+        self.tensors = {tensor.name: tensor for tensor in file.tensors}
         self.names = GGUFNames(self.arch, self.tensors)
         self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
         unused = _unused(spec)
@@ -123,7 +124,7 @@ class GGUFCheckpoint(Checkpoint):
         total = _matrix(self.tensors[place.name], place).shape[0]
         return Change(Order(np.arange(total).reshape(2, -1)[place.half], total))
 
-    def _check(self, name: str, expected: tuple[int, ...], source: Any, place: GGUFPlace) -> None:
+    def _check(self, name: str, expected: tuple[int, ...], source: GGUFTensor, place: GGUFPlace) -> None:
         """Raise ModelError if the stored tensor has another shape; dimensions of 1 do not count."""
         stored = tuple(int(n) for n in reversed(source.shape))
         stored = stored[1:] if place.index is not None else stored
@@ -156,12 +157,15 @@ class GGUFCheckpoint(Checkpoint):
             self.spec.tie_embeddings,
         )
 
-    def _unpack(self, name: str, data: np.ndarray, source: Any) -> np.ndarray:
+    def _unpack(self, name: str, data: np.ndarray, source: GGUFTensor) -> np.ndarray:
         kind = source.tensor_type
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             return data
         try:
-            return gguf.quants.dequantize(data, kind)
+            with np.errstate(
+                invalid="ignore", over="ignore"
+            ):  # numbers that are not finite are reported later
+                return gguf.quants.dequantize(data, kind)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
                 f"{self.path}: tensor {name} has the format {kind.name}, which cannot be read ({error})"
@@ -180,7 +184,7 @@ def _unused(spec: ModelSpec) -> re.Pattern[str]:
     return re.compile(rf"blk\.({'|'.join(patterns) or '(?!)'})")
 
 
-def _matrix(source: Any, place: GGUFPlace) -> np.ndarray:
+def _matrix(source: GGUFTensor, place: GGUFPlace) -> np.ndarray:
     """Return the stored numbers or blocks of a tensor, or of one matrix of a stack."""
     data: np.ndarray = source.data
     if place.index is not None:

@@ -72,7 +72,7 @@ _TABLES = {
     **dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"), _LAYER),
 }
 # Names that the converter makes itself, beside its table; several in the order in which they are tried.
-_OWN_NAMES = {
+_OWN_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "granitehybrid": {
         f"shared_mlp.{name}": (f"ffn_{which}_shexp", f"ffn_{which}")
         for name, which in (("gate_proj", "gate"), ("up_proj", "up"), ("output_linear", "down"))

@@ -88,7 +88,7 @@ def _stored_bytes(path: Path, dtype: torch.dtype) -> int:
 
 
 def _gguf_bytes(path: Path, dtype: torch.dtype) -> int:
-    from quire.models.config.gguf import open_gguf  # deferred: most runs need no GGUF reader
+    from quire.models.config.gguf_file import open_gguf  # deferred: most runs need no GGUF reader
     from quire.quant.formats.gguf import KINDS
 
     total = 0.0

@@ -1,25 +1,24 @@
 """`gguf_spec`: from the metadata of a GGUF file (llama.cpp's format) to a `ModelSpec`.
 
 Some facts are not stored in the file but are constants of llama.cpp's graph for the architecture. They are listed
-here, next to the keys. `open_gguf` opens a file and detects damaged ones.
+here, next to the keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from quire.files.gguf_header import read_gguf_metadata
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
 from quire.layers.routing_params import Routing
 from quire.models.config.gguf_families import LATENT, TRANSLATIONS, translated_spec
+from quire.models.config.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
@@ -31,39 +30,18 @@ _SWA_EVERY = 6  # Gemma 3: every sixth layer has no window
 _GEMMA3_27B_LAYERS = 62  # Gemma 3 27B scales queries by hidden / heads instead of by head_dim
 
 
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Open a GGUF file, memory-mapped.
-
-    Raises:
-        ModelError: if the file is missing, damaged, big-endian, or one of several parts.
-    """
-    read_gguf_metadata(path)  # checks all counts before the reader below uses them
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file; it may be truncated ({error})") from error
-    if reader.byte_order == "S":
-        raise ModelError(f"{path} is a big-endian GGUF file, which is not supported")
-    if Metadata(reader, path).get("split.count", 1) not in (0, 1):
-        raise ModelError(
-            f"{path} is one part of a split GGUF file; merge the parts with llama-gguf-split first"
-        )
-    return reader
-
-
 class Metadata:
     """The key/value pairs of a file. Keys that begin with a dot get the name of the architecture in front."""
 
-    def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
-        self.reader = reader
+    def __init__(self, file: GGUFFile, path: Path) -> None:
+        self._values = file.metadata
         self.path = path
         self.arch = ""
         self.arch = str(self.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value at `key`, or `default`."""
-        field = self.reader.get_field(self.arch + key if key.startswith(".") else key)
-        return default if field is None else field.contents()
+        return self._values.get(self.arch + key if key.startswith(".") else key, default)
 
     def require(self, key: str) -> Any:
         """Return the value at `key`, or raise ModelError if there is none."""
@@ -93,24 +71,37 @@ def gguf_spec(path: Path) -> ModelSpec:
     Raises:
         ModelError: if the file is damaged, a value is bad, or the architecture is not supported.
     """
-    reader = open_gguf(path)
-    meta = Metadata(reader, path)
+    file = open_gguf(path)
+    meta = Metadata(file, path)
     known = sorted([*ARCHITECTURES, *TRANSLATIONS])
     if meta.arch not in known:
         raise ModelError(
-            f"GGUF architecture {meta.arch!r} is not supported yet; supported are: {', '.join(known)}"
+            f"GGUF architecture {shown(meta.arch)} is not supported yet; supported are: {', '.join(known)}"
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path} has no tensor token_embd.weight")
+    try:
+        facts = _facts(meta, tensors)
+        if meta.arch in TRANSLATIONS:
+            trained_len = meta.integer(".context_length", "max_position_embeddings")
+            rope = None if TRANSLATIONS[meta.arch].own_rope else _rope(meta, trained_len, 10000.0, tensors)
+            return translated_spec(meta.arch, meta, facts, tensors, rope)
+        return ModelSpec(**{**facts, **ARCHITECTURES[meta.arch](meta, facts, tensors)})
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise ModelError(f"{path} holds a value of a wrong type ({shown(error)})") from error
+
+
+def _facts(meta: Metadata, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """Return the fields of the spec that all architectures have."""
     hidden, heads, layers = (
         meta.integer(".embedding_length", "hidden_size"),
         meta.integer(".attention.head_count", "num_attention_heads"),
         meta.integer(".block_count", "num_hidden_layers"),
     )
     kv_heads, head_dim = _head_sizes(meta, hidden, heads)
-    vocab_size = int(tensors["token_embd.weight"].shape[-1])
-    largest = max(reader.tensors, key=lambda tensor: tensor.n_elements)
+    vocab_size = tensors["token_embd.weight"].shape[-1]
+    largest = max(tensors.values(), key=lambda tensor: tensor.n_elements)
     facts: dict[str, Any] = {
         "architecture": f"GGUF {meta.arch}",
         "vocab_size": vocab_size,
@@ -124,20 +115,12 @@ def gguf_spec(path: Path) -> ModelSpec:
         "dtype": _DTYPES.get(largest.tensor_type, "bfloat16"),
         "windows": (None,) * layers,
         "query_scale": head_dim**-0.5,
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_ids": _eos_ids(meta, vocab_size),
+        "bos_token_id": next(iter(_token_ids(meta, vocab_size, "bos")), None),
+        "eos_token_ids": _token_ids(meta, vocab_size, "eos", "eot", "eom"),
     }
     if largest.tensor_type not in _DTYPES:
         facts["quantization"] = QuantSpec(method="gguf", detail=largest.tensor_type.name)
-    try:
-        if meta.arch in TRANSLATIONS:
-            trained_len = meta.integer(".context_length", "max_position_embeddings")
-            rope = None if TRANSLATIONS[meta.arch].own_rope else _rope(meta, trained_len, 10000.0, tensors)
-            return translated_spec(meta.arch, meta, facts, tensors, rope)
-        facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{path} holds a value of a wrong type ({shown(error)})") from error
-    return ModelSpec(**facts)
+    return facts
 
 
 def _head_sizes(meta: Metadata, hidden: int, heads: int) -> tuple[int, int]:
@@ -173,8 +156,8 @@ def _mlp_width(meta: Metadata) -> int:
     )
 
 
-def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+def _token_ids(meta: Metadata, vocab_size: int, *names: str) -> tuple[int, ...]:
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
     ids = [token for key in keys for token in token_ids(meta.get(key), key, vocab_size, str(meta.path))]
     return tuple(dict.fromkeys(ids))
 

@@ -104,11 +104,11 @@ class Blocks:
             The additions to its block tables, or None if too few blocks are free. It then gets none.
         """
         self.trim(request)
-        needed, known = -(-tokens // self._block_size), request.known
-        counts = [
-            max(needed - len(table.blocks), self._end(group, table.first, known) - len(table.blocks), 0)
-            for group, table in zip(self.groups, request.tables)
-        ]
+        known, size, counts = request.known, self._block_size, []
+        needed, whole = -(-tokens // size), -(-max(tokens, known) // size)
+        for group, table in zip(self.groups, request.tables):
+            end = whole if group.window is None else max(needed, self._end(group, table.first, known))
+            counts.append(max(end - len(table.blocks), 0))
         total = sum(counts)
         if total > self.pool.num_free:
             return None
@@ -119,7 +119,7 @@ class Blocks:
                 added.append(NewBlocks(request.slot, group, len(table.blocks), fresh))
                 table.blocks += fresh
         request.num_blocks += total
-        request.room = min(len(table.blocks) for table in request.tables) * self._block_size
+        request.room = min([len(table.blocks) for table in request.tables]) * size
         return added
 
     def publish(self, request: Request) -> Sequence[int]:
@@ -132,10 +132,10 @@ class Blocks:
 
     def trim(self, request: Request) -> None:
         """Release the blocks of a running request that no later row of it reads."""
-        # With draft tokens in flight `computed` may shrink, but never below `known`.
-        position = min(request.computed, request.known)
         for index in self._windowed:
             table = request.tables[index]
+            # With draft tokens in flight `computed` may shrink, but never below `known`.
+            position = min(request.computed, request.known)
             first = self.groups[index].first_block(position, self._block_size)
             if first > table.first:
                 self.pool.release(table.blocks[table.first : first])

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quire.core.draft_depth import DraftDepth
 from quire.core.failure import find_failure
 from quire.core.lifecycle import Lifecycle
-from quire.core.plan_builder import PlanBuilder
+from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
-from quire.types import EngineOutput, Request, RequestFailure, StepPlan, StepResult
+from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
+from quire.types.request_table import ENDED, FLAGS, KNOWN, LIMIT, PENDING, TAKES_LOGPROBS
+
+
+class _SampledRows:
+    """The rows of a step that have sampled, in the order of its result.
+
+    Attributes:
+        rows: int [sampling rows], their places in the plan.
+        requests: the requests of all rows of the plan.
+        table_rows: int64 [sampling rows], the rows of their requests in the table.
+        drafts: int32 [sampling rows], draft tokens of each row.
+        ids: the ids of their requests.
+        tokens: int32 [sampling rows, 1 + most drafts], as in the result.
+        caught_up: requests that have caught up with this step.
+        scores: prompt log-probabilities by request id.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        builder: PlanBuilder,
+        result: StepResult,
+        caught_up: set[Request],
+        scores: dict[str, PromptScores],
+    ) -> None:
+        self.plan, self.builder, self.result = plan, builder, result
+        self.caught_up, self.scores, self.tokens = caught_up, scores, result.tokens
+        columns = builder.columns
+        self.requests, self.ids = columns.requests, columns.ids
+        self.table_rows, self.drafts = columns.table_rows, columns.drafts
+        self.rows = np.arange(len(self.ids))
+        if columns.num_sampling < len(self.rows):
+            self.rows = columns.samples.nonzero()[0]
+            self.table_rows, self.drafts = self.table_rows[self.rows], self.drafts[self.rows]
+            self.ids = [self.ids[row] for row in self.rows.tolist()]
+
+    def special(self) -> list[Request]:
+        """Return the requests of which the step has brought more than tokens, or whose tokens are dropped."""
+        builder, pooled, scored = self.builder, self.result.pooled or (), self.result.prompt_logprobs or ()
+        return [*self.caught_up, *builder.dropped, *(self.requests[row] for row in (*pooled, *scored))]
+
+    def first_logit_row(self, index: int) -> int:
+        """Return the first row of logits of a sampling row."""
+        return index + int(self.drafts[:index].sum())
 
 
 class Retirement:
@@ -26,6 +72,8 @@ class Retirement:
     ) -> None:
         """Apply the result of a step to the requests of its rows.
 
+        Most rows bring one more token and nothing else: these are handled together, as columns.
+
         Args:
             plan: the step.
             record: its record in the log.
@@ -34,45 +82,75 @@ class Retirement:
             depth: learns how many draft tokens were accepted.
         """
         self.outputs += self._life.connector.retire(builder.computed())
-        rows, caught_up = builder.rows, self._life.clocks.end_step(record, builder.catching_up)
+        caught_up = self._life.clocks.end_step(record, builder.catching_up)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
-        drafts = plan.num_drafts.tolist()
-        sampled = logit_rows = 0
-        for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
-            if not samples:
-                continue
-            new, first = result.tokens[sampled], logit_rows
-            sampled += 1
-            logit_rows += 1 + drafts[index]
-            request.pending -= 1 + drafts[index]
-            if request.ended or request.dropped_step == plan.step:
-                continue  # the request ended while this step was in flight, or its row had no mask
-            record.generated += len(new)
-            if drafts[index]:
-                self._count_drafts(request, drafts[index], len(new) - 1, depth)
-            pooled = None if result.pooled is None else result.pooled.get(index)
-            # The sentinels for a missing token are negative.
-            if (new[-1] < 0 or pooled is not None) and (failure := find_failure(request, new, pooled)):
-                scores.pop(request.id, None)
-                self.outputs.append(self._fail_request(request, new[:-1], failure))
-                continue
-            output = self._append(request, new)
-            if caught_up and request in caught_up:
-                output.timing = self._life.clocks.timing(request)
-            if result.logprobs is not None and (top := request.params.logprobs) is not None:
-                output.logprobs = result.logprobs.of(first, len(output.token_ids), top)
-            if (scored := scores.pop(request.id, None)) is not None:
-                output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
-            if pooled is not None:
-                output.pooled = pooled.tobytes()
-            self.outputs.append(output)
-        depth.end_step(record, rows)
+        sampled = _SampledRows(plan, builder, result, caught_up, scores)
+        table, tokens, found = self._life.table, sampled.tokens, list[int]()
+        table.data[PENDING][sampled.table_rows] -= 1 + sampled.drafts
+        outputs: list[EngineOutput | None] = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
+        plain, visits = sampled.table_rows, self._visits(sampled)
+        if np.count_nonzero(visits):
+            found, is_plain = visits.nonzero()[0].tolist(), ~visits
+            plain, tokens = plain[is_plain], tokens[is_plain]
+        table.append(plain, tokens[:, 0])
+        self._log.totals.generated_tokens += len(plain)
+        record.generated += len(plain)
+        for index in found:
+            outputs[index] = self._visit(sampled, index, record, depth)
+        self.outputs += [output for output in outputs if output is not None] if found else outputs
+        depth.end_step(record, builder.rows)
         for request_id, scored in scores.items():
             self.outputs.append(
                 EngineOutput(
                     request_id, [], prompt_logprobs=scored.entries, prompt_logprobs_start=scored.start
                 )
             )
+
+    def _visits(self, sampled: _SampledRows) -> np.ndarray:
+        """Return which rows have more to it than one more token, bool [sampling rows]."""
+        new, rows, data = sampled.tokens[:, 0], sampled.table_rows, self._life.table.data
+        visits = data[KNOWN].take(rows) >= data[LIMIT].take(rows) - 1
+        visits |= new < 0
+        visits |= (data[FLAGS].take(rows) & (ENDED | TAKES_LOGPROBS)) != 0
+        stops = self._life.stops.mark(new)
+        if stops is not None:
+            visits |= stops
+        if sampled.plan.max_drafts:
+            visits |= sampled.drafts > 0
+        if special := sampled.special():
+            visits |= np.isin(rows, [request.row for request in special])
+        return visits
+
+    def _visit(
+        self, sampled: _SampledRows, index: int, record: StepRecord, depth: DraftDepth
+    ) -> EngineOutput | None:
+        """Apply the result of a row, and return its output, if it has any."""
+        row = int(sampled.rows[index])
+        request, result, scores = sampled.requests[row], sampled.result, sampled.scores
+        if request.ended:  # while this step was in flight
+            request.end()
+            return None
+        if request in sampled.builder.dropped:  # the row had no mask
+            return None
+        new = [token for token in result.tokens[index].tolist() if token != REJECTED]
+        record.generated += len(new)
+        if drafts := int(sampled.drafts[index]):
+            self._count_drafts(request, drafts, len(new) - 1, depth)
+        pooled = None if result.pooled is None else result.pooled.get(row)
+        # The sentinels for a missing token are negative.
+        if (new[-1] < 0 or pooled is not None) and (failure := find_failure(request, new, pooled)):
+            scores.pop(request.id, None)
+            return self._fail_request(request, new[:-1], failure)
+        output = self._append(request, new)
+        if request in sampled.caught_up:
+            output.timing = self._life.clocks.timing(request)
+        if result.logprobs is not None and (top := request.params.logprobs) is not None:
+            output.logprobs = result.logprobs.of(sampled.first_logit_row(index), len(output.token_ids), top)
+        if (scored := scores.pop(request.id, None)) is not None:
+            output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
+        if pooled is not None:
+            output.pooled = pooled.tobytes()
+        return output
 
     def fail(self, plan: StepPlan, record: StepRecord, builder: PlanBuilder, error: str) -> None:
         """End the requests of a step with `error`, because nothing that it wrote is reliable."""
@@ -81,7 +159,12 @@ class Retirement:
         life.blocks.withdraw(builder.published, builder.copies)
         admitted = (life.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
-            if request is not None and not request.ended:
+            if request is None:
+                continue
+            request.pending = 0  # no step is in flight any more
+            if request.ended:
+                request.end()
+            else:
                 output = life.finish(request, [], "error")
                 output.error = RequestFailure(error, internal=True)
                 self.outputs.append(output)
@@ -111,15 +194,13 @@ class Retirement:
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
         """Append sampled tokens to a request, up to the first one that ends it."""
-        tokens, stop_ids = request.tokens, request.stop_ids
-        before = known = len(tokens)
-        for token in new:
-            tokens.append(token)
-            known += 1
-            if token in stop_ids and known - request.prompt_len >= request.min_tokens:
+        known = request.known
+        for count, token in enumerate(new, 1):
+            request.append(token)
+            if token in request.stop_ids and known + count - request.prompt_len >= request.min_tokens:
                 stop = None if token in request.eos_ids else token
-                return self._life.finish(request, new[: known - before], "stop", stop)
-            if known >= request.limit:
-                return self._life.finish(request, new[: known - before], "length")
+                return self._life.finish(request, new[:count], "stop", stop)
+            if known + count >= request.limit:
+                return self._life.finish(request, new[:count], "length")
         self._log.totals.generated_tokens += len(new)
         return EngineOutput(request.id, new, num_cached_tokens=request.cached)

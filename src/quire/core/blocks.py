@@ -60,6 +60,11 @@ class Blocks:
         self._step_tokens = step_tokens
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
 
+    @property
+    def follows_rows(self) -> bool:
+        """Return whether the end of a block matters as soon as a row reaches it: to a window, or to a snapshot."""
+        return bool(self._windowed or self.snapshots.num_rows)
+
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` KV entries holds at once."""
         return sum(group.most_blocks(tokens, self._step_tokens, self._block_size) for group in self.groups)
@@ -103,11 +108,15 @@ class Blocks:
         Returns:
             The additions to its block tables, or None if too few blocks are free. It then gets none.
         """
-        self.trim(request)
-        known, size, counts = request.known, self._block_size, []
-        needed, whole = -(-tokens // size), -(-max(tokens, known) // size)
+        if self._windowed:
+            self.trim(request)
+        size, counts = self._block_size, []
+        needed = -(-tokens // size)
         for group, table in zip(self.groups, request.tables):
-            end = whole if group.window is None else max(needed, self._end(group, table.first, known))
+            # A table without a window has had the blocks of all known tokens since the admission.
+            end = (
+                needed if group.window is None else max(needed, self._end(group, table.first, request.known))
+            )
             counts.append(max(end - len(table.blocks), 0))
         total = sum(counts)
         if total > self.pool.num_free:

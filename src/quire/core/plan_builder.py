@@ -39,6 +39,7 @@ class PlanRows(NamedTuple):
     starts: np.ndarray  # int32 [rows]
     num_tokens: np.ndarray  # int32 [rows], draft tokens included
     drafts: np.ndarray  # int32 [rows]
+    most: np.ndarray  # int32 [rows], most tokens that the row yields if it samples: 1 + its draft tokens
     samples: np.ndarray  # bool [rows]
     total_drafts: int
     num_sampling: int  # rows that sample
@@ -50,12 +51,22 @@ class PlanRows(NamedTuple):
         ids = [request.id for request in requests]
         sampling = int(samples.sum())
         return cls(
-            requests, ids, rows, slots, starts, counts, drafts, samples == 1, int(drafts.sum()), sampling
+            requests,
+            ids,
+            rows,
+            slots,
+            starts,
+            counts,
+            drafts,
+            drafts + 1,
+            samples == 1,
+            int(drafts.sum()),
+            sampling,
         )
 
     def followed_by(self, others: PlanRows) -> PlanRows:
         """Return these rows and `others` behind them."""
-        columns = (np.concatenate(pair) for pair in zip(self[2:8], others[2:8]))
+        columns = (np.concatenate(pair) for pair in zip(self[2:9], others[2:9]))
         return PlanRows(
             self.requests + others.requests,
             self.ids + others.ids,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.core.draft_depth import DraftDepth
@@ -10,17 +12,17 @@ from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
 from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
-from quire.types.request_table import ENDED, FLAGS, KNOWN, LIMIT, PENDING, TAKES_LOGPROBS
+from quire.types.request_table import KNOWN, LIMIT, PENDING, VISITED
 
 
 class _SampledRows:
     """The rows of a step that have sampled, in the order of its result.
 
     Attributes:
-        rows: int [sampling rows], their places in the plan.
+        rows: their places in the plan.
         requests: the requests of all rows of the plan.
         table_rows: int64 [sampling rows], the rows of their requests in the table.
-        drafts: int32 [sampling rows], draft tokens of each row.
+        most: int32 [sampling rows], most tokens that each row yields.
         ids: the ids of their requests.
         tokens: int32 [sampling rows, 1 + most drafts], as in the result.
         caught_up: requests that have caught up with this step.
@@ -39,12 +41,12 @@ class _SampledRows:
         self.caught_up, self.scores, self.tokens = caught_up, scores, result.tokens
         columns = builder.columns
         self.requests, self.ids = columns.requests, columns.ids
-        self.table_rows, self.drafts = columns.table_rows, columns.drafts
-        self.rows = np.arange(len(self.ids))
+        self.table_rows, self.most = columns.table_rows, columns.most
+        self.rows: Sequence[int] = range(len(self.ids))
         if columns.num_sampling < len(self.rows):
-            self.rows = columns.samples.nonzero()[0]
-            self.table_rows, self.drafts = self.table_rows[self.rows], self.drafts[self.rows]
-            self.ids = [self.ids[row] for row in self.rows.tolist()]
+            self.rows = columns.samples.nonzero()[0].tolist()
+            self.table_rows, self.most = self.table_rows[self.rows], self.most[self.rows]
+            self.ids = [self.ids[row] for row in self.rows]
 
     def special(self) -> list[Request]:
         """Return the requests of which the step has brought more than tokens, or whose tokens are dropped."""
@@ -53,7 +55,7 @@ class _SampledRows:
 
     def first_logit_row(self, index: int) -> int:
         """Return the first row of logits of a sampling row."""
-        return index + int(self.drafts[:index].sum())
+        return int(self.most[:index].sum())
 
 
 class Retirement:
@@ -86,9 +88,10 @@ class Retirement:
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
         table, tokens, found = self._life.table, sampled.tokens, list[int]()
-        table.data[PENDING][sampled.table_rows] -= 1 + sampled.drafts
+        pending, rows = table.data[PENDING], sampled.table_rows
+        pending[rows] = pending[rows] - sampled.most
         outputs: list[EngineOutput | None] = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
-        plain, visits = sampled.table_rows, self._visits(sampled)
+        plain, visits = rows, self._visits(sampled)
         if np.count_nonzero(visits):
             found, is_plain = visits.nonzero()[0].tolist(), ~visits
             plain, tokens = plain[is_plain], tokens[is_plain]
@@ -108,15 +111,13 @@ class Retirement:
 
     def _visits(self, sampled: _SampledRows) -> np.ndarray:
         """Return which rows have more to it than one more token, bool [sampling rows]."""
-        new, rows, data = sampled.tokens[:, 0], sampled.table_rows, self._life.table.data
-        visits = data[KNOWN].take(rows) >= data[LIMIT].take(rows) - 1
-        visits |= new < 0
-        visits |= (data[FLAGS].take(rows) & (ENDED | TAKES_LOGPROBS)) != 0
-        stops = self._life.stops.mark(new)
-        if stops is not None:
-            visits |= stops
+        rows, cells = sampled.table_rows, self._life.table.data.take(sampled.table_rows, axis=1)
+        visits = cells[KNOWN] + sampled.most >= cells[LIMIT]
+        visits |= self._life.stops.mark(sampled.tokens[:, 0])
+        if np.count_nonzero(cells[VISITED]):
+            visits |= cells[VISITED] != 0
         if sampled.plan.max_drafts:
-            visits |= sampled.drafts > 0
+            visits |= sampled.most > 1
         if special := sampled.special():
             visits |= np.isin(rows, [request.row for request in special])
         return visits
@@ -125,7 +126,7 @@ class Retirement:
         self, sampled: _SampledRows, index: int, record: StepRecord, depth: DraftDepth
     ) -> EngineOutput | None:
         """Apply the result of a row, and return its output, if it has any."""
-        row = int(sampled.rows[index])
+        row = sampled.rows[index]
         request, result, scores = sampled.requests[row], sampled.result, sampled.scores
         if request.ended:  # while this step was in flight
             request.end()
@@ -134,7 +135,7 @@ class Retirement:
             return None
         new = [token for token in result.tokens[index].tolist() if token != REJECTED]
         record.generated += len(new)
-        if drafts := int(sampled.drafts[index]):
+        if drafts := int(sampled.most[index]) - 1:
             self._count_drafts(request, drafts, len(new) - 1, depth)
         pooled = None if result.pooled is None else result.pooled.get(row)
         # The sentinels for a missing token are negative.

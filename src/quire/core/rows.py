@@ -13,7 +13,6 @@ from quire.types.request_table import (
     CATCHING_UP,
     COMPUTED,
     DRAFTS,
-    FLAGS,
     FULL_AT,
     KNOWN,
     LAST_STEP,
@@ -23,6 +22,8 @@ from quire.types.request_table import (
     PENDING,
     ROOM,
 )
+
+_ONE = np.array(1)  # numpy takes longer to convert a Python number
 
 
 class RowPlacer:
@@ -50,7 +51,7 @@ class RowPlacer:
         total = cells[KNOWN] + cells[PENDING]
         want = total - cells[COMPUTED]
         ready = self._ready(cells, total, builder.step)
-        chosen = (ready & (want == 1)).nonzero()[0]
+        chosen = (ready & (want == _ONE)).nonzero()[0]
         long_rows = []
         if len(chosen) < len(running):
             long_rows = [(running[i], int(want[i])) for i in (ready & (want > 1)).nonzero()[0].tolist()]
@@ -63,9 +64,8 @@ class RowPlacer:
         """Return which of the running requests may have a row, bool [requests]."""
         # The others reach their full length with the steps in flight.
         ready = total < cells[LIMIT]
-        paused = cells[FLAGS] & PAUSED
-        if np.count_nonzero(paused):
-            ready &= paused == 0
+        if np.count_nonzero(cells[PAUSED]):
+            ready &= cells[PAUSED] == 0
         if not self._limits.lookahead:
             ready &= cells[PENDING] == 0  # the next input token is not known yet
         elif (stages := self._limits.stages) > 1:
@@ -87,18 +87,20 @@ class RowPlacer:
         if np.count_nonzero(cells[DRAFTS]):
             # Draft tokens get what is left after one token for every request.
             drafts = _drafts(cells, min(builder.budget, self._limits.max_logit_rows) - running)
-            rows = rows._replace(drafts=drafts, num_tokens=1 + drafts, total_drafts=int(drafts.sum()))
-        if most_rows >= len(rows.requests) and self._grow(builder, rows, cells[ROOM]):
-            self._emit_decoding(builder, rows, cells)
+            most = 1 + drafts
+            rows = rows._replace(drafts=drafts, num_tokens=most, most=most, total_drafts=int(drafts.sum()))
+        ends = rows.starts + rows.num_tokens
+        if most_rows >= len(rows.requests) and self._grow(builder, rows, ends, cells[ROOM]):
+            self._emit_decoding(builder, rows, ends, cells)
             return
         # Requests may be left out or preempted, so their order matters.
         for request, drafts in zip(rows.requests, rows.drafts.tolist()):
             if builder.num_rows < most_rows and builder.budget:
                 self.place(builder, request, 1, drafts)
 
-    def _grow(self, builder: PlanBuilder, rows: PlanRows, room: np.ndarray) -> bool:
+    def _grow(self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, room: np.ndarray) -> bool:
         """Give all rows the blocks that they lack. Return False if too few may be free; they then get none."""
-        blocks, ends = self._blocks, rows.starts + rows.num_tokens
+        blocks = self._blocks
         lacking = (ends > room).nonzero()[0]
         if not len(lacking):
             return True
@@ -111,18 +113,20 @@ class RowPlacer:
             builder.new_blocks += added
         return True
 
-    def _emit_decoding(self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray) -> None:
+    def _emit_decoding(
+        self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, cells: np.ndarray
+    ) -> None:
         """Add rows whose blocks their requests hold, and count their tokens as computed."""
         data, at = self._table.data, rows.table_rows
-        ends = rows.starts + rows.num_tokens
         builder.add_decoding(rows)
         data[LAST_STEP][at], data[COMPUTED][at] = builder.step, ends
-        catching_up = cells[FLAGS] & CATCHING_UP
-        if np.count_nonzero(catching_up):
-            for i in catching_up.nonzero()[0].tolist():
+        if np.count_nonzero(cells[CATCHING_UP]):
+            for i in cells[CATCHING_UP].nonzero()[0].tolist():
                 rows.requests[i].catching_up = False
                 builder.catching_up.append(CatchUpRow(rows.requests[i], 1, True))
-        for i in (ends >= cells[FULL_AT]).nonzero()[0].tolist():
+        # Otherwise a full block matters once its tokens are known, so that it can be published.
+        reach = ends if self._blocks.follows_rows else cells[KNOWN]
+        for i in (reach >= cells[FULL_AT]).nonzero()[0].tolist():
             self._publish(builder, rows.requests[i])
         data[PENDING][at] = cells[PENDING] + rows.num_tokens
         if not self._keeps_kv:
@@ -203,6 +207,6 @@ def _drafts(cells: np.ndarray, most: int) -> np.ndarray:
     """
     room = cells[LIMIT] - cells[KNOWN] - cells[PENDING] - 1
     drafts = np.minimum(cells[DRAFTS], room).clip(0)
-    drafts[(cells[FLAGS] & (CATCHING_UP | NO_DRAFTS)) != 0] = 0
+    drafts[(cells[CATCHING_UP] | cells[NO_DRAFTS]) != 0] = 0
     left = most - (drafts.cumsum() - drafts)
     return np.minimum(drafts, left.clip(0)).astype(np.int32)

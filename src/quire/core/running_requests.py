@@ -72,15 +72,17 @@ class RunningRequests(Sequence[Request]):
 
     def _decoding(self, requests: list[Request], rows: np.ndarray) -> PlanRows:
         count = len(requests)
-        slots, none = self._table.data[SLOT].take(rows).astype(np.int32), np.zeros(count, np.int32)
+        slots = self._table.data[SLOT][rows].astype(np.int32)
+        none, one = np.zeros(count, np.int32), np.ones(count, np.int32)
         return PlanRows(
             requests,
             [request.id for request in requests],
             rows,
             slots,
             starts=none,
-            num_tokens=np.ones(count, np.int32),
+            num_tokens=one,
             drafts=none,
+            most=one,
             samples=np.ones(count, np.bool_),
             total_drafts=0,
             num_sampling=count,

@@ -1,4 +1,4 @@
-"""The token ids that end any unfinished request, so that a step finds the rows that may have ended at once."""
+"""The tokens that may end an unfinished request, so that a step finds the rows that may have ended at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from quire.types import NO_TOKEN, NOT_FINITE
+
 
 class StopTokens:
-    """The stop tokens of all unfinished requests."""
+    """The stop tokens of all unfinished requests, and the sentinels for a missing token."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()  # requests by stop token; no zeros
-        self._ids = np.empty(0, np.int64)  # sorted
+        self._sort()
 
     def add(self, ids: Iterable[int]) -> None:
         """Add the stop tokens of a new request."""
@@ -30,10 +32,8 @@ class StopTokens:
             self._sort()
 
     def _sort(self) -> None:
-        self._ids = np.array(sorted(self._counts), np.int64)
+        self._ids = np.array(sorted({NOT_FINITE, NO_TOKEN, *self._counts}), np.int32)
 
-    def mark(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Return which of `tokens` end some request, though perhaps not their own; None if no request has stop tokens."""
-        if not len(self._ids):
-            return None
+    def mark(self, tokens: np.ndarray) -> np.ndarray:
+        """Return which of `tokens` end some request, though perhaps not their own, bool as int32 `tokens`."""
         return self._ids.take(self._ids.searchsorted(tokens), mode="clip") == tokens

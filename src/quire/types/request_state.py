@@ -19,7 +19,6 @@ from quire.types.request_table import (
     COMPUTED,
     DRAFTS,
     ENDED,
-    FLAGS,
     FULL_AT,
     KNOWN,
     LAST_STEP,
@@ -31,6 +30,7 @@ from quire.types.request_table import (
     SLOT,
     TAKES_LOGPROBS,
     UNUSED_ROW,
+    VISITED,
     WRITTEN,
     RequestTable,
 )
@@ -121,7 +121,8 @@ class Request:
         cells = self.table.cells
         cells[KNOWN, row] = cells[WRITTEN, row] = len(self._tokens)
         cells[LIMIT, row], cells[SLOT, row], cells[LAST_STEP, row] = self.limit, -1, -1
-        cells[FLAGS, row] = CATCHING_UP if self.params.logprobs is None else CATCHING_UP | TAKES_LOGPROBS
+        cells[CATCHING_UP, row] = 1
+        cells[VISITED, row] = 0 if self.params.logprobs is None else TAKES_LOGPROBS
 
     def held_blocks(self) -> Iterator[int]:
         """Iterate over the blocks that it holds, of all groups."""
@@ -230,39 +231,32 @@ class Request:
     @property
     def paused(self) -> bool:
         """Whether it gets no row, because its next mask is still being computed."""
-        return self._has(PAUSED)
+        return bool(self.table.cells[PAUSED, self.row])
 
     @paused.setter
     def paused(self, value: bool) -> None:
-        self._set(PAUSED, value)
+        self.table.cells[PAUSED, self.row] = value
 
     @property
     def catching_up(self) -> bool:
         """Whether no step since its admission has computed all known tokens."""
-        return self._has(CATCHING_UP)
+        return bool(self.table.cells[CATCHING_UP, self.row])
 
     @catching_up.setter
     def catching_up(self, value: bool) -> None:
-        self._set(CATCHING_UP, value)
+        self.table.cells[CATCHING_UP, self.row] = value
 
     @property
     def may_draft(self) -> bool:
         """Whether its rows may verify draft tokens: the masks of its grammar, if it has one, are quick enough."""
-        return not self._has(NO_DRAFTS)
+        return not self.table.cells[NO_DRAFTS, self.row]
 
     @may_draft.setter
     def may_draft(self, value: bool) -> None:
-        self._set(NO_DRAFTS, not value)
-
-    def _has(self, flag: int) -> bool:
-        return bool(self.table.cells[FLAGS, self.row] & flag)
-
-    def _set(self, flag: int, value: bool) -> None:
-        cells, row = self.table.cells, self.row
-        cells[FLAGS, row] = cells[FLAGS, row] | flag if value else cells[FLAGS, row] & ~flag
+        self.table.cells[NO_DRAFTS, self.row] = not value
 
     def end(self) -> None:
         """Note that the request has ended. Its row stays until no step in flight refers to it."""
-        self._set(ENDED, True)
+        self.table.cells[VISITED, self.row] |= ENDED
         if not self.pending:
             self.retire()

@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 # The columns. `Request` describes them, except for WRITTEN: the number of tokens in the array of the request, whose
 # others are in its tail.
-KNOWN, COMPUTED, PENDING, LIMIT, ROOM, FULL_AT, SLOT, DRAFTS, FLAGS, LAST_STEP, WRITTEN = range(11)
-NUM_COLUMNS = 11
+KNOWN, COMPUTED, PENDING, LIMIT, ROOM, FULL_AT, SLOT, LAST_STEP, WRITTEN, PAUSED, CATCHING_UP, DRAFTS = range(
+    12
+)
+NO_DRAFTS = 12  # 1: its rows must not verify draft tokens
+VISITED = 13  # bits; not 0 if each sampled token needs more than to be appended
+NUM_COLUMNS = 14
 
-# Bits of FLAGS.
-PAUSED = 1
-CATCHING_UP = 2
-NO_DRAFTS = 4  # its row must not verify draft tokens
-TAKES_LOGPROBS = 8
-ENDED = 16
+# Bits of VISITED.
+TAKES_LOGPROBS = 1
+ENDED = 2
 
 UNUSED_ROW = 0  # the row of requests that have given up theirs; its contents mean nothing
 TAIL = 32  # tokens that are appended to the array of a request at once
+
+# As arrays, because numpy takes longer to convert a Python number than to add it.
+_ONE, _LAST_PLACE = np.array(1), np.array(TAIL - 1)
 
 
 class RequestTable:
@@ -76,11 +80,11 @@ class RequestTable:
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Append one token to each of the requests in `rows`, which are distinct."""
-        known = self.data[KNOWN].take(rows)
-        places = known - self.data[WRITTEN].take(rows)
+        known = self.data[KNOWN][rows]
+        places = known - self.data[WRITTEN][rows]
         self.tails[rows, places] = tokens
-        self.data[KNOWN][rows] = known + 1
-        full = places == TAIL - 1
+        self.data[KNOWN][rows] = known + _ONE
+        full = places == _LAST_PLACE
         if np.count_nonzero(full):
             for row in rows[full].tolist():
                 self.owner(row).flush()

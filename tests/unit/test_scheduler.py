@@ -407,6 +407,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
     for name, count in engine.scheduler.shares.counts.items():
         assert count <= 1 + len(got[name]) / shares.QUANTUM, f"{name} made room {count} times"
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert not len(engine.scheduler.life.table), "a request kept its row of the table"
     engine.ended = list(ended.values())
     return engine
 

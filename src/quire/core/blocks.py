@@ -122,10 +122,10 @@ class Blocks:
         if total > self.pool.num_free:
             return None
         added = []
-        for group, (table, count) in enumerate(zip(request.tables, counts)):
+        for index, (table, count) in enumerate(zip(request.tables, counts)):
             if count:
                 fresh = self.pool.take(count)
-                added.append(NewBlocks(request.slot, group, len(table.blocks), fresh))
+                added.append(NewBlocks(request.slot, index, len(table.blocks), fresh))
                 table.blocks += fresh
         request.num_blocks += total
         request.room = min([len(table.blocks) for table in request.tables]) * size

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.core.clocks import CatchUpRow
 from quire.core.snapshots import StateCopies
-from quire.core.steplog import AdmissionRecord, StepRecord, StepRows
+from quire.core.steplog import AdmissionRecord, RecordedRows, StepRecord
 from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
 
 
@@ -66,14 +66,9 @@ class PlanRows(NamedTuple):
 
     def followed_by(self, others: PlanRows) -> PlanRows:
         """Return these rows and `others` behind them."""
-        columns = (np.concatenate(pair) for pair in zip(self[2:9], others[2:9]))
-        return PlanRows(
-            self.requests + others.requests,
-            self.ids + others.ids,
-            *columns,
-            self.total_drafts + others.total_drafts,
-            self.num_sampling + others.num_sampling,
-        )
+        columns = [np.concatenate(pair) for pair in zip(self[2:9], others[2:9])]
+        totals = self.total_drafts + others.total_drafts, self.num_sampling + others.num_sampling
+        return PlanRows._make([self.requests + others.requests, self.ids + others.ids, *columns, *totals])
 
 
 @dataclass(slots=True)
@@ -202,7 +197,7 @@ class PlanBuilder:
         return StepRecord(
             step=self.step,
             time_s=now_s,
-            rows=StepRows(self.columns.ids, plan.starts, plan.num_tokens, plan.total_tokens),
+            rows=RecordedRows(self.columns.ids, plan.starts, plan.num_tokens, plan.total_tokens),
             admitted=[AdmissionRecord(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,
             running=running,

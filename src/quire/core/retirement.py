@@ -90,7 +90,7 @@ class Retirement:
         table, tokens, found = self._life.table, sampled.tokens, list[int]()
         pending, rows = table.data[PENDING], sampled.table_rows
         pending[rows] = pending[rows] - sampled.most
-        outputs: list[EngineOutput | None] = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
+        outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
         plain, visits = rows, self._visits(sampled)
         if np.count_nonzero(visits):
             found, is_plain = visits.nonzero()[0].tolist(), ~visits
@@ -98,9 +98,13 @@ class Retirement:
         table.append(plain, tokens[:, 0])
         self._log.totals.generated_tokens += len(plain)
         record.generated += len(plain)
-        for index in found:
-            outputs[index] = self._visit(sampled, index, record, depth)
-        self.outputs += [output for output in outputs if output is not None] if found else outputs
+        visited = [(index, self._visit(sampled, index, record, depth)) for index in found]
+        for index, output in reversed(visited):
+            if output is not None:
+                outputs[index] = output
+            else:
+                del outputs[index]
+        self.outputs += outputs
         depth.end_step(record, builder.rows)
         for request_id, scored in scores.items():
             self.outputs.append(

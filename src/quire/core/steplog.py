@@ -22,10 +22,10 @@ class RecordedRow(NamedTuple):
 
     request_id: str
     start: int  # first KV entry
-    count: int  # number of tokens
+    num_tokens: int
 
 
-class StepRows(Sequence[RecordedRow]):
+class RecordedRows(Sequence[RecordedRow]):
     """The rows of a step in batch order, kept as columns.
 
     Attributes:
@@ -41,7 +41,7 @@ class StepRows(Sequence[RecordedRow]):
         self.ids, self.starts, self.counts, self.num_tokens = ids, starts, counts, num_tokens
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, int, int]]) -> StepRows:
+    def of(cls, rows: Iterable[tuple[str, int, int]]) -> RecordedRows:
         """Return rows that are given as tuples."""
         ids, starts, counts = zip(*rows)
         return cls(ids, np.array(starts, np.int32), np.array(counts, np.int32), sum(counts))
@@ -76,7 +76,7 @@ class StepRecord:
 
     step: int
     time_s: float  # monotonic clock, when the step was scheduled
-    rows: StepRows
+    rows: RecordedRows
     admitted: list[AdmissionRecord]
     preempted: list[str]
     running: int

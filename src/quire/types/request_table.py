@@ -51,7 +51,7 @@ class RequestTable:
         used = data.shape[1]
         self.data, self.tails = np.zeros((NUM_COLUMNS, rows), np.int64), np.zeros((rows, TAIL), np.int32)
         self.data[:, :used], self.tails[:used] = data, tails
-        self.cells = memoryview(self.data)
+        self.cells = self.data.data
         self._owners += [None] * (rows - used)
         self._free += range(rows - 1, used - 1, -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from test_scheduler import make_engine, random_requests
 
@@ -48,7 +49,9 @@ class Device:
         plain = DECODE_S if len(longer) < len(plan.slots) else 0.0
         begin_s = max(self.clock.now_s, self.free_s)
         self.free_s = begin_s + plain + TOKEN_S * sum(longer)
-        return Device.Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
+        return Device.Handle(
+            self.clock, self.free_s, StepResult(step, np.full((int(plan.samples.sum()), 1), 7, np.int32))
+        )
 
     def drafts(self) -> None:
         raise AssertionError("no step has drafts")

@@ -27,6 +27,7 @@ from test_scheduler import (
     make_engine,
     pick,
     random_requests,
+    sampled_tokens,
 )
 
 from quire.core.engine import Engine
@@ -150,7 +151,7 @@ class MaskedDevice(FakeDevice):
                 out.append(tokens)
                 if not self.keeps_kv:
                     column["computed"] = 0
-        return StepResult(plan.step, out)
+        return StepResult(plan.step, sampled_tokens(out))
 
     def _draft(self, column: dict, count: int) -> list[int]:
         """Guess the next tokens: any token, or one that grammars often allow."""

@@ -32,6 +32,7 @@ from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
     NOT_FINITE,
+    REJECTED,
     EngineRequest,
     KVGroup,
     RequestError,
@@ -41,6 +42,7 @@ from quire.types import (
     StepPlan,
     StepResult,
 )
+from quire.types.request_table import KNOWN, WRITTEN
 
 VOCAB, EOS = 23, 0
 
@@ -65,6 +67,12 @@ def reference(request: EngineRequest, max_model_len: int) -> list[int]:
         if out[-1] in request.stop_ids and len(out) >= request.params.min_tokens:
             break
     return out
+
+
+def sampled_tokens(rows: list[list[int]]) -> np.ndarray:
+    """Return the tokens of rows as a step's result has them."""
+    most = max(map(len, rows), default=1)
+    return np.array([row + [REJECTED] * (most - len(row)) for row in rows], np.int32).reshape(-1, most)
 
 
 @dataclass
@@ -226,7 +234,7 @@ class FakeDevice:
                 out.append(tokens[: accepted + 1])
                 if not self.keeps_kv:
                     column["computed"] = 0
-        return StepResult(plan.step, out)
+        return StepResult(plan.step, sampled_tokens(out))
 
 
 class Handle:
@@ -400,6 +408,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
     for name, count in engine.scheduler.shares.counts.items():
         assert count <= 1 + len(got[name]) / shares.QUANTUM, f"{name} made room {count} times"
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert not len(engine.scheduler.life.table), "a request kept its row of the table"
     engine.ended = list(ended.values())
     return engine
 
@@ -511,10 +520,10 @@ def test_a_row_runs_a_step_after_the_row_that_writes_its_prefix() -> None:
     for i in range(3):
         engine.add(request(f"r{i}", [5] * 9 + [i] * i))
     engine.step()
-    assert engine.log.last.rows == [("r0", 0, 9)]
+    assert list(engine.log.last.rows) == [("r0", 0, 9)]
     assert [name for name, _, _ in engine.log.last.admitted] == ["r0", "r1", "r2"]
     engine.step()
-    assert engine.log.last.rows == [("r0", 9, 1), ("r1", 8, 2), ("r2", 8, 3)]
+    assert list(engine.log.last.rows) == [("r0", 9, 1), ("r1", 8, 2), ("r2", 8, 3)]
 
 
 def test_requests_that_wait_for_their_prefix_take_no_more_than_the_budget() -> None:
@@ -533,10 +542,10 @@ def test_a_block_that_decoding_completes_is_read_in_the_next_step() -> None:
     engine.step()  # its first token is the eighth, which completes a block in the next step
     engine.add(request("second", [5] * 7 + answer[:2], 1))
     engine.step()
-    assert engine.log.last.rows == [("first", 7, 1)]
+    assert list(engine.log.last.rows) == [("first", 7, 1)]
     assert engine.log.last.admitted == [("second", 9, 8)]
     engine.step()
-    assert engine.log.last.rows == [("first", 8, 1), ("second", 8, 1)]
+    assert list(engine.log.last.rows) == [("first", 8, 1), ("second", 8, 1)]
 
 
 def test_salt_separates_equal_prompts() -> None:
@@ -553,7 +562,7 @@ def test_decode_rows_go_before_chunks() -> None:
     engine.step()
     engine.add(request("long", [3] * 30, 2))
     engine.step()
-    assert engine.log.last.rows == [("short", 2, 1), ("long", 0, 7)]
+    assert list(engine.log.last.rows) == [("short", 2, 1), ("long", 0, 7)]
 
 
 def test_priority_runs_the_lower_number_first() -> None:
@@ -657,11 +666,12 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HashPrefixCache.match
 
     def match(self: HashPrefixCache, request) -> PrefixMatch:
-        request.tokens.append(0)  # as if the last token did not need to be computed
+        request.append(0)  # as if the last token did not need to be computed
         try:
             return original(self, request)
         finally:
             request.tokens.pop()
+            request.table.data[[KNOWN, WRITTEN], request.row] -= 1
 
     monkeypatch.setattr(HashPrefixCache, "match", match)
 
@@ -932,7 +942,11 @@ def test_a_failure_after_accepted_drafts_keeps_their_tokens() -> None:
     first = engine.step()
     good = reference(request("r", [1, 2, 3], 12), 40)
     sample = engine.executor._sample
-    engine.executor._sample = lambda plan: StepResult(plan.step, [[*sample(plan).tokens[0][:2], NOT_FINITE]])
+
+    def fail(plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, sampled_tokens([[*sample(plan).tokens[0, :2].tolist(), NOT_FINITE]]))
+
+    engine.executor._sample = fail
     (output,) = engine.step()
     assert first[0].token_ids + output.token_ids == good[:3]
     assert output.finish_reason == "error" and "position 6 is not finite" in output.error.message

@@ -9,7 +9,7 @@ not counted. A multiply-add is two operations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from quire.models.spec import ModelSpec
 from quire.types import CODE_DTYPES, EngineInfo, KVCodes, KVLayout
 
-StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
+StepRows = Sequence[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Host overhead of a step: the real scheduler and step loop, with an executor that does nothing. Needs no torch."""
+"""Host overhead of a step: the real scheduler and step loop, with an executor that does nothing. Needs no torch.
+
+Prompts differ in length, so that a share of the rows gets a new block in each step, as in a server.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
+from quire.core.stats import figures_of, load_of
 from quire.core.steplog import StepLog
+from quire.frontend.client import ipc as msg
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.constant_executor import ConstantExecutor
 
@@ -30,24 +35,28 @@ def host_cost(
         block_size: tokens per block.
 
     Returns:
-        The median and the 99th percentile of a step, and the medians of scheduling and retiring, in microseconds.
+        The median and the 99th percentile of a step, and the medians of its parts, in microseconds: scheduling, retiring,
+        and the message that an engine process sends.
     """
-    max_len = prompt_len + steps + 64
+    max_len = prompt_len + block_size + steps + 64
     pool = BlockPool(rows * -(-max_len // block_size), LRU())
     log = StepLog()
     limits = SchedulerLimits(rows, 8192, max_len, block_size)
     scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, block_size), block_size), Policy(), limits, log)
     engine = Engine(scheduler, ConstantExecutor(1000), NoGrammar(), 2, log)
     for i in range(rows):
-        prompt = [(7 * i + j) % 1000 for j in range(prompt_len)]
+        prompt = [(7 * i + j) % 1000 for j in range(prompt_len + i % block_size)]
         engine.add(EngineRequest(f"r{i}", prompt, SamplingParams(max_tokens=max_len)))
-    while scheduler.waiting or not len(log) or log.last.rows[-1][2] > 1:
+    while scheduler.waiting or not len(log) or log.last.prompt_tokens:
         engine.step()
-    times = []
+    times, messages = [], []
     for _ in range(steps):
         begin = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begin)
+        outputs = engine.step()
+        end = time.perf_counter()
+        msg.encode(msg.Outputs(outputs, load_of(engine, rows), figures_of(engine, log.ended)))
+        times.append(end - begin)
+        messages.append(time.perf_counter() - end)
     records = list(log)[-steps:]
     return {
         "rows": rows,
@@ -56,4 +65,5 @@ def host_cost(
         "step_p99_us": sorted(times)[int(0.99 * steps)] * 1e6,
         "schedule_us": statistics.median(r.schedule_s for r in records) * 1e6,
         "retire_us": statistics.median(r.retire_s for r in records) * 1e6,
+        "message_us": statistics.median(messages) * 1e6,
     }

@@ -92,7 +92,7 @@ class SimulatedExecutor:
         predicted = self._model.predict(load_of_plan(plan))
         assert predicted is not None, "the model has not seen such steps"
         self._busy_until_s = max(self._busy_until_s, self._clock.now_s) + predicted
-        result = StepResult(step, [[_TOKEN]] * int(plan.samples.sum()))
+        result = StepResult(step, np.full((int(plan.samples.sum()), 1), _TOKEN, np.int32))
         return _SimulatedHandle(result, self._busy_until_s, self._clock)
 
     def warm_up(self) -> bool:

@@ -187,7 +187,7 @@ def _host(args: argparse.Namespace) -> int:
     print(
         f"Host time of a step with {figures['rows']:.0f} decode rows, median of {figures['steps']:.0f} steps:"
     )
-    for name in ("step", "schedule", "retire"):
+    for name in ("step", "schedule", "retire", "message"):
         print(f"  {name:<9} {figures[f'{name}_us']:7.0f} us")
     print(f"  99 % of steps take at most {figures['step_p99_us']:.0f} us")
     return 0

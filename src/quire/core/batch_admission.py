@@ -70,7 +70,7 @@ class BatchAdmission:
                 return "batch" if builder.budget else "tokens"
             match = self._blocks.match(request)
             n = self._policy.chunk(request.known - match.tokens, builder.budget)
-            if n == 0 and not (was_empty and builder.rows):
+            if n == 0 and not (was_empty and builder.num_rows):
                 return "tokens"
             demand = self._blocks.demand(request, match)
             while demand.missing > 0 and life.connector.reclaim(last=request):

@@ -60,6 +60,11 @@ class Blocks:
         self._step_tokens = step_tokens
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
 
+    @property
+    def follows_rows(self) -> bool:
+        """Return whether the end of a block matters as soon as a row reaches it: to a window, or to a snapshot."""
+        return bool(self._windowed or self.snapshots.num_rows)
+
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a request of `tokens` KV entries holds at once."""
         return sum(group.most_blocks(tokens, self._step_tokens, self._block_size) for group in self.groups)
@@ -103,23 +108,27 @@ class Blocks:
         Returns:
             The additions to its block tables, or None if too few blocks are free. It then gets none.
         """
-        self.trim(request)
-        needed, known = -(-tokens // self._block_size), request.known
-        counts = [
-            max(needed - len(table.blocks), self._end(group, table.first, known) - len(table.blocks), 0)
-            for group, table in zip(self.groups, request.tables)
-        ]
+        if self._windowed:
+            self.trim(request)
+        size, counts = self._block_size, []
+        needed = -(-tokens // size)
+        for group, table in zip(self.groups, request.tables):
+            # A table without a window has had the blocks of all known tokens since the admission.
+            end = (
+                needed if group.window is None else max(needed, self._end(group, table.first, request.known))
+            )
+            counts.append(max(end - len(table.blocks), 0))
         total = sum(counts)
         if total > self.pool.num_free:
             return None
         added = []
-        for group, (table, count) in enumerate(zip(request.tables, counts)):
+        for index, (table, count) in enumerate(zip(request.tables, counts)):
             if count:
                 fresh = self.pool.take(count)
-                added.append(NewBlocks(request.slot, group, len(table.blocks), fresh))
+                added.append(NewBlocks(request.slot, index, len(table.blocks), fresh))
                 table.blocks += fresh
         request.num_blocks += total
-        request.room = min(len(table.blocks) for table in request.tables) * self._block_size
+        request.room = min([len(table.blocks) for table in request.tables]) * size
         return added
 
     def publish(self, request: Request) -> Sequence[int]:
@@ -132,10 +141,10 @@ class Blocks:
 
     def trim(self, request: Request) -> None:
         """Release the blocks of a running request that no later row of it reads."""
-        # With draft tokens in flight `computed` may shrink, but never below `known`.
-        position = min(request.computed, request.known)
         for index in self._windowed:
             table = request.tables[index]
+            # With draft tokens in flight `computed` may shrink, but never below `known`.
+            position = min(request.computed, request.known)
             first = self.groups[index].first_block(position, self._block_size)
             if first > table.first:
                 self.pool.release(table.blocks[table.first : first])

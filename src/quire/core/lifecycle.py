@@ -14,15 +14,16 @@ no other code writes `Request.status`.
 
 from __future__ import annotations
 
-from bisect import insort
-
 from quire.core.blocks import BlockDemand, Blocks
 from quire.core.clocks import Clocks
 from quire.core.connector import KVConnector, LoadNews
+from quire.core.running_requests import RunningRequests, order_of
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
+from quire.core.stop_tokens import StopTokens
 from quire.core.waiting_queue import WaitingQueue
-from quire.types import EngineOutput, FinishReason, Request, RequestOrder, RequestStatus
+from quire.types import EngineOutput, FinishReason, Request, RequestStatus
+from quire.types.request_table import RequestTable
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     "waiting": frozenset({"loading", "running", "finished"}),
@@ -39,11 +40,6 @@ def move(request: Request, status: RequestStatus) -> None:
     request.status = status
 
 
-def order_of(request: Request) -> RequestOrder:
-    """Return the sort key of a request."""
-    return request.order
-
-
 class Lifecycle:
     """The unfinished requests of an engine, and the slots.
 
@@ -58,9 +54,11 @@ class Lifecycle:
         self.blocks, self.log, self.slots, self.connector = blocks, log, slots, connector
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
+        self.table = RequestTable(slots)  # their counts, and those of requests with a step in flight
+        self.stops = StopTokens()
         self.shares = Shares()
         self.waiting = WaitingQueue(self.shares)
-        self.running: list[Request] = []  # sorted by order
+        self.running = RunningRequests(self.table)
         self.holding: dict[str, Request] = {}  # ended, but another engine still reads their blocks
         self.admissions = 0
         self._free_slots = list(range(slots))[::-1]
@@ -76,6 +74,7 @@ class Lifecycle:
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += request.prompt_len
+        self.stops.add(request.stop_ids)
         self.shares.enter(request)
         self.waiting.add(request)
 
@@ -131,7 +130,7 @@ class Lifecycle:
         self.clocks.admit(request, prefix_end)
         self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
-        insort(self.running, request, key=order_of)
+        self.running.add(request)
 
     def preempt(self, victim: Request) -> None:
         """Return a running request to the waiting queue. Its full blocks stay in the prefix cache."""
@@ -148,6 +147,7 @@ class Lifecycle:
         """End a request and release what it holds. Return its last output, with the tokens `new`."""
         self.shares.settle(request)
         self.shares.leave(request)
+        self.stops.remove(request.stop_ids)
         if request.status == "running":
             self._leave_batch(request)
         else:
@@ -163,6 +163,7 @@ class Lifecycle:
         totals.finished += 1
         totals.generated_tokens += len(new)
         cached = max(request.cached, 0)
+        request.end()
         return EngineOutput(request.id, new, reason, stop_reason, cached, timing=request.timing)
 
     def _leave_batch(self, request: Request) -> None:
@@ -177,12 +178,14 @@ class Lifecycle:
         self.blocks.check(self.requests.values(), self.connector.pinned())
         assert len(self._free_slots) + len(self.running) == self.slots, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
+        assert len(self.table) >= len(self.requests), "a request lost its row of the table"
+        assert all(self.table.owner(r.row) is r for r in self.requests.values()), "requests share a row"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status in ("waiting", "loading") for r in self.waiting)
         assert all(r.held for r in self.waiting if r.status == "loading")
         assert all(r.status == "holding" for r in self.holding.values())
         self.waiting.check()
         self.shares.check(self.requests.values())
-        assert self.running == sorted(self.running, key=order_of)
+        assert list(self.running) == sorted(self.running, key=order_of)
         for r in self.running:
             assert r.computed <= r.known + r.pending, "more KV entries than tokens known or in flight"

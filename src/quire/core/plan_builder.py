@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.core.clocks import CatchUpRow
 from quire.core.snapshots import StateCopies
-from quire.core.steplog import AdmissionRecord, StepRecord
+from quire.core.steplog import AdmissionRecord, RecordedRows, StepRecord
 from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
 
 
@@ -29,9 +29,51 @@ class PromptScores:
     entries: list[TokenLogprobs]
 
 
+class PlanRows(NamedTuple):
+    """Rows of a plan as columns. Nothing in it may be modified: the steps of an unchanged batch share columns."""
+
+    requests: list[Request]
+    ids: list[str]
+    table_rows: np.ndarray  # int64 [rows], of the requests in the table
+    slots: np.ndarray  # int32 [rows]
+    starts: np.ndarray  # int32 [rows]
+    num_tokens: np.ndarray  # int32 [rows], draft tokens included
+    drafts: np.ndarray  # int32 [rows]
+    most: np.ndarray  # int32 [rows], most tokens that the row yields if it samples: 1 + its draft tokens
+    samples: np.ndarray  # bool [rows]
+    total_drafts: int
+    num_sampling: int  # rows that sample
+
+    @classmethod
+    def of(cls, requests: list[Request], numbers: list[tuple[int, ...]]) -> PlanRows:
+        """Return rows whose numbers are given row by row, in the order of the columns."""
+        rows, slots, starts, counts, drafts, samples = np.array(numbers, np.int32).reshape(-1, 6).T.copy()
+        ids = [request.id for request in requests]
+        sampling = int(samples.sum())
+        return cls(
+            requests,
+            ids,
+            rows,
+            slots,
+            starts,
+            counts,
+            drafts,
+            drafts + 1,
+            samples == 1,
+            int(drafts.sum()),
+            sampling,
+        )
+
+    def followed_by(self, others: PlanRows) -> PlanRows:
+        """Return these rows and `others` behind them."""
+        columns = [np.concatenate(pair) for pair in zip(self[2:9], others[2:9])]
+        totals = self.total_drafts + others.total_drafts, self.num_sampling + others.num_sampling
+        return PlanRows._make([self.requests + others.requests, self.ids + others.ids, *columns, *totals])
+
+
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan under construction, with one list per column.
+    """A plan under construction.
 
     `budget` is the number of tokens that may still be added; a row takes at least `min_charge` of it.
     """
@@ -39,19 +81,18 @@ class PlanBuilder:
     budget: int
     step: int
     min_charge: int = 0
-    rows: list[Request] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    total_tokens: int = 0
     admissions: list[SlotAdmission] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
     filled: list[Request] = field(default_factory=list)  # decoding requests of which this step fills a block
     catching_up: list[CatchUpRow] = field(default_factory=list)
+    dropped: set[Request] = field(default_factory=set)  # requests whose sampled tokens are dropped
     copies: StateCopies = field(default_factory=StateCopies)
+    _columns: PlanRows | None = None  # the first rows
+    _others: list[Request] = field(default_factory=list)  # the requests of further rows
+    _numbers: list[tuple[int, ...]] = field(default_factory=list)  # and these rows
 
     def admit(self, request: Request) -> None:
         """Let a request take its slot, with its present tokens and blocks."""
@@ -67,17 +108,39 @@ class PlanBuilder:
             True if the row reaches the last token of the request, so that new ones are sampled.
         """
         start = request.computed
-        samples = start + n == len(request.tokens) + request.pending + drafts
+        samples = start + n == request.known + request.pending + drafts
         self.charge(n)
-        self.rows.append(request)
-        self.slots.append(request.slot)
-        self.num_tokens.append(n)
-        self.num_drafts.append(drafts)
-        self.starts.append(start)
-        self.samples.append(samples)
+        self.total_tokens += n
+        self._others.append(request)
+        self._numbers.append((request.row, request.slot, start, n, drafts, samples))
         if request.catching_up:
             self.catching_up.append(CatchUpRow(request, n - drafts, samples))
         return samples
+
+    def add_decoding(self, rows: PlanRows) -> None:
+        """Add rows of one token and their drafts, which are the first rows of the plan."""
+        assert not self.num_rows, "decoding rows come first"
+        self._columns, self.total_tokens = rows, len(rows.requests) + rows.total_drafts
+        self.budget = max(0, self.budget - self.total_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows so far."""
+        return len(self._others) + (len(self._columns.requests) if self._columns else 0)
+
+    @property
+    def columns(self) -> PlanRows:
+        """The rows so far."""
+        if self._others or not self._columns:
+            others = PlanRows.of(self._others, self._numbers)
+            self._columns = self._columns.followed_by(others) if self._columns else others
+            self._others, self._numbers = [], []
+        return self._columns
+
+    @property
+    def rows(self) -> list[Request]:
+        """The requests of the rows so far. Read-only."""
+        return self.columns.requests
 
     def charge(self, n: int) -> None:
         """Take a row of `n` tokens out of the budget."""
@@ -86,30 +149,32 @@ class PlanBuilder:
 
     def forget_sample(self, request: Request) -> None:
         """Note that the sampled token of a request is dropped, so that the request has not caught up."""
+        self.dropped.add(request)
         self.catching_up = [
             row._replace(is_last=False) if row.request is request else row for row in self.catching_up
         ]
 
     def plan(self) -> StepPlan:
         """Build the plan."""
-        starts, num_tokens = np.array(self.starts, np.int32), np.array(self.num_tokens, np.int32)
+        columns = self.columns
         # Only rows that catch up hold prompt tokens to score or to pool; in most steps there are none.
-        prompts = self.rows if self.catching_up else ()
+        prompts = columns.requests if self.catching_up else ()
         return StepPlan(
             step=self.step,
-            slots=np.array(self.slots, np.int32),
-            num_tokens=num_tokens,
-            num_drafts=np.array(self.num_drafts, np.int32),
-            starts=starts,
-            samples=np.array(self.samples, np.bool_),
+            slots=columns.slots,
+            num_tokens=columns.num_tokens,
+            num_drafts=columns.drafts,
+            starts=columns.starts,
+            samples=columns.samples,
             admissions=self.admissions,
             new_blocks=self.new_blocks,
-            total_tokens=sum(self.num_tokens),
-            max_seq_len=int((starts + num_tokens).max(initial=0)),
+            total_tokens=self.total_tokens,
+            max_seq_len=int((columns.starts + columns.num_tokens).max(initial=0)),
+            max_drafts=-1 if columns.total_drafts else 0,
             score_rows=[
                 i
                 for i, r in enumerate(prompts)
-                if r.params.prompt_logprobs is not None and self.starts[i] + 1 < r.prompt_len
+                if r.params.prompt_logprobs is not None and columns.starts[i] + 1 < r.prompt_len
             ],
             restores=list(self.copies.restores.items()),
             saves=list(self.copies.saves.items()),
@@ -117,13 +182,22 @@ class PlanBuilder:
         )
 
     def record(
-        self, running: int, waiting: int, wait_reason: str | None, free_blocks: int, now_s: float
+        self,
+        plan: StepPlan,
+        running: int,
+        waiting: int,
+        wait_reason: str | None,
+        free_blocks: int,
+        now_s: float,
     ) -> StepRecord:
-        """Build the record for the log. The arguments describe the scheduler's state after the step is scheduled."""
+        """Build the record of the plan for the log.
+
+        The other arguments describe the scheduler's state after the step is scheduled.
+        """
         return StepRecord(
             step=self.step,
             time_s=now_s,
-            rows=[(r.id, s, n) for r, s, n in zip(self.rows, self.starts, self.num_tokens)],
+            rows=RecordedRows(self.columns.ids, plan.starts, plan.num_tokens, plan.total_tokens),
             admitted=[AdmissionRecord(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,
             running=running,
@@ -131,13 +205,14 @@ class PlanBuilder:
             wait_reason=wait_reason,
             free_blocks=free_blocks,
             prompt_tokens=sum(row.num_tokens for row in self.catching_up),
-            drafts=sum(self.num_drafts),
+            drafts=self.columns.total_drafts,
         )
 
     def computed(self) -> Iterator[ComputedRow]:
         """Iterate over the rows, with how far each reaches without draft tokens."""
-        ends = zip(self.rows, self.starts, self.num_tokens, self.num_drafts)
-        return (ComputedRow(request, start + count - drafts) for request, start, count, drafts in ends)
+        columns = self.columns
+        ends = (columns.starts + columns.num_tokens - columns.drafts).tolist()
+        yield from map(ComputedRow, columns.requests, ends)
 
     def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, PromptScores]:
         """Return the prompt log-probabilities of the step by request id, and note in the requests how far they reach.
@@ -145,12 +220,13 @@ class PlanBuilder:
         Entries that were delivered before a preemption are left out.
         """
         found: dict[str, PromptScores] = {}
+        columns = self.columns
         for row, arrays in by_row.items():
-            request = self.rows[row]
+            request = columns.requests[row]
             top = request.params.prompt_logprobs
             if request.ended or top is None:
                 continue
-            first = self.starts[row] + 1  # entry i scores the token at position first + i
+            first = int(columns.starts[row]) + 1  # entry i scores the token at position first + i
             last = min(first + len(arrays), request.prompt_len)
             begin = max(first, request.scored)
             if begin < last:

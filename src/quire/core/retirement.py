@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from quire.core.draft_depth import DraftDepth
 from quire.core.failure import find_failure
 from quire.core.lifecycle import Lifecycle
-from quire.core.plan_builder import PlanBuilder
+from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
-from quire.types import EngineOutput, Request, RequestFailure, StepPlan, StepResult
+from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
+from quire.types.request_table import KNOWN, LIMIT, PENDING, VISITED
+
+
+class _SampledRows:
+    """The rows of a step that have sampled, in the order of its result.
+
+    Attributes:
+        rows: their places in the plan.
+        requests: the requests of all rows of the plan.
+        table_rows: int64 [sampling rows], the rows of their requests in the table.
+        most: int32 [sampling rows], most tokens that each row yields.
+        ids: the ids of their requests.
+        tokens: int32 [sampling rows, 1 + most drafts], as in the result.
+        caught_up: requests that have caught up with this step.
+        scores: prompt log-probabilities by request id.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        builder: PlanBuilder,
+        result: StepResult,
+        caught_up: set[Request],
+        scores: dict[str, PromptScores],
+    ) -> None:
+        self.plan, self.builder, self.result = plan, builder, result
+        self.caught_up, self.scores, self.tokens = caught_up, scores, result.tokens
+        columns = builder.columns
+        self.requests, self.ids = columns.requests, columns.ids
+        self.table_rows, self.most = columns.table_rows, columns.most
+        self.rows: Sequence[int] = range(len(self.ids))
+        if columns.num_sampling < len(self.rows):
+            self.rows = columns.samples.nonzero()[0].tolist()
+            self.table_rows, self.most = self.table_rows[self.rows], self.most[self.rows]
+            self.ids = [self.ids[row] for row in self.rows]
+
+    def special(self) -> list[Request]:
+        """Return the requests of which the step has brought more than tokens, or whose tokens are dropped."""
+        builder, pooled, scored = self.builder, self.result.pooled or (), self.result.prompt_logprobs or ()
+        return [*self.caught_up, *builder.dropped, *(self.requests[row] for row in (*pooled, *scored))]
+
+    def first_logit_row(self, index: int) -> int:
+        """Return the first row of logits of a sampling row."""
+        return int(self.most[:index].sum())
 
 
 class Retirement:
@@ -26,6 +74,8 @@ class Retirement:
     ) -> None:
         """Apply the result of a step to the requests of its rows.
 
+        Most rows bring one more token and nothing else: these are handled together, as columns.
+
         Args:
             plan: the step.
             record: its record in the log.
@@ -34,45 +84,78 @@ class Retirement:
             depth: learns how many draft tokens were accepted.
         """
         self.outputs += self._life.connector.retire(builder.computed())
-        rows, caught_up = builder.rows, self._life.clocks.end_step(record, builder.catching_up)
+        caught_up = self._life.clocks.end_step(record, builder.catching_up)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
-        drafts = plan.num_drafts.tolist()
-        sampled = logit_rows = 0
-        for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
-            if not samples:
-                continue
-            new, first = result.tokens[sampled], logit_rows
-            sampled += 1
-            logit_rows += 1 + drafts[index]
-            request.pending -= 1 + drafts[index]
-            if request.ended or request.dropped_step == plan.step:
-                continue  # the request ended while this step was in flight, or its row had no mask
-            record.generated += len(new)
-            if drafts[index]:
-                self._count_drafts(request, drafts[index], len(new) - 1, depth)
-            pooled = None if result.pooled is None else result.pooled.get(index)
-            # The sentinels for a missing token are negative.
-            if (new[-1] < 0 or pooled is not None) and (failure := find_failure(request, new, pooled)):
-                scores.pop(request.id, None)
-                self.outputs.append(self._fail_request(request, new[:-1], failure))
-                continue
-            output = self._append(request, new)
-            if caught_up and request in caught_up:
-                output.timing = self._life.clocks.timing(request)
-            if result.logprobs is not None and (top := request.params.logprobs) is not None:
-                output.logprobs = result.logprobs.of(first, len(output.token_ids), top)
-            if (scored := scores.pop(request.id, None)) is not None:
-                output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
-            if pooled is not None:
-                output.pooled = pooled.tobytes()
-            self.outputs.append(output)
-        depth.end_step(record, rows)
+        sampled = _SampledRows(plan, builder, result, caught_up, scores)
+        table, tokens, found = self._life.table, sampled.tokens, list[int]()
+        pending, rows = table.data[PENDING], sampled.table_rows
+        pending[rows] = pending[rows] - sampled.most
+        outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
+        plain, visits = rows, self._visits(sampled)
+        if np.count_nonzero(visits):
+            found, is_plain = visits.nonzero()[0].tolist(), ~visits
+            plain, tokens = plain[is_plain], tokens[is_plain]
+        table.append(plain, tokens[:, 0])
+        self._log.totals.generated_tokens += len(plain)
+        record.generated += len(plain)
+        visited = [(index, self._visit(sampled, index, record, depth)) for index in found]
+        for index, output in reversed(visited):
+            if output is not None:
+                outputs[index] = output
+            else:
+                del outputs[index]
+        self.outputs += outputs
+        depth.end_step(record, builder.rows)
         for request_id, scored in scores.items():
             self.outputs.append(
                 EngineOutput(
                     request_id, [], prompt_logprobs=scored.entries, prompt_logprobs_start=scored.start
                 )
             )
+
+    def _visits(self, sampled: _SampledRows) -> np.ndarray:
+        """Return which rows have more to it than one more token, bool [sampling rows]."""
+        rows, cells = sampled.table_rows, self._life.table.data.take(sampled.table_rows, axis=1)
+        visits = cells[KNOWN] + sampled.most >= cells[LIMIT]
+        visits |= self._life.stops.mark(sampled.tokens[:, 0])
+        if np.count_nonzero(cells[VISITED]):
+            visits |= cells[VISITED] != 0
+        if sampled.plan.max_drafts:
+            visits |= sampled.most > 1
+        if special := sampled.special():
+            visits |= np.isin(rows, [request.row for request in special])
+        return visits
+
+    def _visit(
+        self, sampled: _SampledRows, index: int, record: StepRecord, depth: DraftDepth
+    ) -> EngineOutput | None:
+        """Apply the result of a row, and return its output, if it has any."""
+        row = sampled.rows[index]
+        request, result, scores = sampled.requests[row], sampled.result, sampled.scores
+        if request.ended:  # while this step was in flight
+            request.end()
+            return None
+        if request in sampled.builder.dropped:  # the row had no mask
+            return None
+        new = [token for token in result.tokens[index].tolist() if token != REJECTED]
+        record.generated += len(new)
+        if drafts := int(sampled.most[index]) - 1:
+            self._count_drafts(request, drafts, len(new) - 1, depth)
+        pooled = None if result.pooled is None else result.pooled.get(row)
+        # The sentinels for a missing token are negative.
+        if (new[-1] < 0 or pooled is not None) and (failure := find_failure(request, new, pooled)):
+            scores.pop(request.id, None)
+            return self._fail_request(request, new[:-1], failure)
+        output = self._append(request, new)
+        if request in sampled.caught_up:
+            output.timing = self._life.clocks.timing(request)
+        if result.logprobs is not None and (top := request.params.logprobs) is not None:
+            output.logprobs = result.logprobs.of(sampled.first_logit_row(index), len(output.token_ids), top)
+        if (scored := scores.pop(request.id, None)) is not None:
+            output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
+        if pooled is not None:
+            output.pooled = pooled.tobytes()
+        return output
 
     def fail(self, plan: StepPlan, record: StepRecord, builder: PlanBuilder, error: str) -> None:
         """End the requests of a step with `error`, because nothing that it wrote is reliable."""
@@ -81,7 +164,12 @@ class Retirement:
         life.blocks.withdraw(builder.published, builder.copies)
         admitted = (life.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
-            if request is not None and not request.ended:
+            if request is None:
+                continue
+            request.pending = 0  # no step is in flight any more
+            if request.ended:
+                request.end()
+            else:
                 output = life.finish(request, [], "error")
                 output.error = RequestFailure(error, internal=True)
                 self.outputs.append(output)
@@ -111,15 +199,13 @@ class Retirement:
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
         """Append sampled tokens to a request, up to the first one that ends it."""
-        tokens, stop_ids = request.tokens, request.stop_ids
-        before = known = len(tokens)
-        for token in new:
-            tokens.append(token)
-            known += 1
-            if token in stop_ids and known - request.prompt_len >= request.min_tokens:
+        known = request.known
+        for count, token in enumerate(new, 1):
+            request.append(token)
+            if token in request.stop_ids and known + count - request.prompt_len >= request.min_tokens:
                 stop = None if token in request.eos_ids else token
-                return self._life.finish(request, new[: known - before], "stop", stop)
-            if known >= request.limit:
-                return self._life.finish(request, new[: known - before], "length")
+                return self._life.finish(request, new[:count], "stop", stop)
+            if known + count >= request.limit:
+                return self._life.finish(request, new[:count], "length")
         self._log.totals.generated_tokens += len(new)
         return EngineOutput(request.id, new, num_cached_tokens=request.cached)

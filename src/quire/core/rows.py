@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from quire.core.clocks import CatchUpRow
 from quire.core.lifecycle import Lifecycle
-from quire.core.plan_builder import PlanBuilder
+from quire.core.plan_builder import PlanBuilder, PlanRows
+from quire.core.request_limits import SchedulerLimits
 from quire.types import Request
+from quire.types.request_table import (
+    CATCHING_UP,
+    COMPUTED,
+    DRAFTS,
+    FULL_AT,
+    KNOWN,
+    LAST_STEP,
+    LIMIT,
+    NO_DRAFTS,
+    PAUSED,
+    PENDING,
+    ROOM,
+)
+
+_ONE = np.array(1)  # numpy takes longer to convert a Python number
 
 
 class RowPlacer:
@@ -12,11 +31,106 @@ class RowPlacer:
 
     Args:
         life: the requests.
-        keeps_kv: False if every step computes the whole sequence again.
+        limits: the sizes of batch and step.
     """
 
-    def __init__(self, life: Lifecycle, keeps_kv: bool) -> None:
-        self._life, self._blocks, self._keeps_kv = life, life.blocks, keeps_kv
+    def __init__(self, life: Lifecycle, limits: SchedulerLimits) -> None:
+        self._life, self._blocks, self._table = life, life.blocks, life.table
+        self._limits, self._keeps_kv = limits, limits.keeps_kv
+
+    def place_decoding(self, builder: PlanBuilder) -> list[tuple[Request, int]]:
+        """Add a row for every running request that wants one token, as far as the step has room.
+
+        Returns:
+            The requests that want more tokens, in order, and how many.
+        """
+        running = self._life.running
+        if not len(running):
+            return []
+        cells = self._table.data.take(running.rows, axis=1)
+        total = cells[KNOWN] + cells[PENDING]
+        want = total - cells[COMPUTED]
+        ready = self._ready(cells, total, builder.step)
+        chosen = (ready & (want == _ONE)).nonzero()[0]
+        long_rows = []
+        if len(chosen) < len(running):
+            long_rows = [(running[i], int(want[i])) for i in (ready & (want > 1)).nonzero()[0].tolist()]
+            cells = cells[:, chosen]
+        if len(chosen):
+            self._place_single(builder, running.decoding_at(chosen), cells)
+        return long_rows
+
+    def _ready(self, cells: np.ndarray, total: np.ndarray, step: int) -> np.ndarray:
+        """Return which of the running requests may have a row, bool [requests]."""
+        # The others reach their full length with the steps in flight.
+        ready = total < cells[LIMIT]
+        if np.count_nonzero(cells[PAUSED]):
+            ready &= cells[PAUSED] == 0
+        if not self._limits.lookahead:
+            ready &= cells[PENDING] == 0  # the next input token is not known yet
+        elif (stages := self._limits.stages) > 1:
+            ready &= (cells[PENDING] == 0) | (step - cells[LAST_STEP] >= stages)
+        return ready
+
+    def _place_single(self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray) -> None:
+        """Add rows of one token, and their drafts.
+
+        Args:
+            builder: the plan, without rows.
+            rows: the rows without drafts.
+            cells: the columns of their requests.
+        """
+        running = len(self._life.running)
+        # Every stage of a pipeline works on other requests, so each step takes its share of them.
+        most_rows = min(builder.budget, -(-running // self._limits.stages))
+        rows = rows._replace(starts=cells[COMPUTED].astype(np.int32))
+        if np.count_nonzero(cells[DRAFTS]):
+            # Draft tokens get what is left after one token for every request.
+            drafts = _drafts(cells, min(builder.budget, self._limits.max_logit_rows) - running)
+            most = 1 + drafts
+            rows = rows._replace(drafts=drafts, num_tokens=most, most=most, total_drafts=int(drafts.sum()))
+        ends = rows.starts + rows.num_tokens
+        if most_rows >= len(rows.requests) and self._grow(builder, rows, ends, cells[ROOM]):
+            self._emit_decoding(builder, rows, ends, cells)
+            return
+        # Requests may be left out or preempted, so their order matters.
+        for request, drafts in zip(rows.requests, rows.drafts.tolist()):
+            if builder.num_rows < most_rows and builder.budget:
+                self.place(builder, request, 1, drafts)
+
+    def _grow(self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, room: np.ndarray) -> bool:
+        """Give all rows the blocks that they lack. Return False if too few may be free; they then get none."""
+        blocks = self._blocks
+        lacking = (ends > room).nonzero()[0]
+        if not len(lacking):
+            return True
+        needed = -(-ends[lacking] // blocks.block_size) - room[lacking] // blocks.block_size
+        if int(needed.sum()) * len(blocks.groups) > blocks.pool.num_free:
+            return False
+        for i in lacking.tolist():
+            added = blocks.grow(rows.requests[i], int(ends[i]))
+            assert added is not None, "too few blocks, though they were counted"
+            builder.new_blocks += added
+        return True
+
+    def _emit_decoding(
+        self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, cells: np.ndarray
+    ) -> None:
+        """Add rows whose blocks their requests hold, and count their tokens as computed."""
+        data, at = self._table.data, rows.table_rows
+        builder.add_decoding(rows)
+        data[LAST_STEP][at], data[COMPUTED][at] = builder.step, ends
+        if np.count_nonzero(cells[CATCHING_UP]):
+            for i in cells[CATCHING_UP].nonzero()[0].tolist():
+                rows.requests[i].catching_up = False
+                builder.catching_up.append(CatchUpRow(rows.requests[i], 1, True))
+        # Otherwise a full block matters once its tokens are known, so that it can be published.
+        reach = ends if self._blocks.follows_rows else cells[KNOWN]
+        for i in (reach >= cells[FULL_AT]).nonzero()[0].tolist():
+            self._publish(builder, rows.requests[i])
+        data[PENDING][at] = cells[PENDING] + rows.num_tokens
+        if not self._keeps_kv:
+            data[COMPUTED][at] = 0
 
     def place(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> int:
         """Add a row of `n` tokens and `drafts` draft tokens.
@@ -49,14 +163,22 @@ class RowPlacer:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.full_at:
-            builder.published.update(self._blocks.publish(request))
-            self._blocks.snapshots.save(request, builder.copies)
-            if not request.catching_up:
-                builder.filled.append(request)
+            self._publish(builder, request)
         if samples:
             request.pending += 1 + drafts
             if not self._keeps_kv:
                 request.computed = 0
+
+    def _publish(self, builder: PlanBuilder, request: Request) -> None:
+        """Publish the blocks that the row of a request fills, and keep a snapshot of the state behind them.
+
+        A block whose last token is still in flight is published with a later row.
+        """
+        if request.known >= request.full_at:
+            builder.published.update(self._blocks.publish(request))
+        self._blocks.snapshots.save(request, builder.copies)
+        if not request.catching_up:
+            builder.filled.append(request)
 
     def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
         """Preempt a request that comes after `request` in order and has no row in this step.
@@ -74,3 +196,17 @@ class RowPlacer:
         builder.preempted.append(victim.id)
         life.log.totals.pressure += 1
         return True
+
+
+def _drafts(cells: np.ndarray, most: int) -> np.ndarray:
+    """Return the draft tokens of rows that want one token, int32 [rows].
+
+    Args:
+        cells: the columns of their requests.
+        most: draft tokens of all rows; the first rows take theirs first.
+    """
+    room = cells[LIMIT] - cells[KNOWN] - cells[PENDING] - 1
+    drafts = np.minimum(cells[DRAFTS], room).clip(0)
+    drafts[(cells[CATCHING_UP] | cells[NO_DRAFTS]) != 0] = 0
+    left = most - (drafts.cumsum() - drafts)
+    return np.minimum(drafts, left.clip(0)).astype(np.int32)

@@ -88,7 +88,7 @@ class Scheduler:
         self.prompts = prompts or FixedBudget(limits.mixed_prefill_tokens)
         self.requests, self.waiting, self.running = life.requests, life.waiting, life.running
         self.shares, self.clocks = life.shares, life.clocks
-        self._rows = RowPlacer(life, limits.keeps_kv)
+        self._rows = RowPlacer(life, limits)
         self._admission = BatchAdmission(life, policy, self._rows)
         self._retirement = Retirement(life)
         self._in_flight: deque[tuple[ScheduledStep, PlanBuilder]] = deque()
@@ -115,7 +115,7 @@ class Scheduler:
         request = Request(
             id=source.id,
             prompt_len=len(source.prompt),
-            tokens=array("i", source.prompt),
+            _tokens=array("i", source.prompt),
             params=source.params,
             order=self.policy.order(source, due_s, self._arrivals),
             limit=limit,
@@ -123,6 +123,7 @@ class Scheduler:
             eos_ids=frozenset(source.eos_ids),
             min_tokens=0 if source.grammar else source.params.min_tokens,
             source=source,
+            table=self.life.table,
             held=held,
         )
         self._arrivals += 1
@@ -155,9 +156,7 @@ class Scheduler:
             return
         request.paused = True
         if drops_token:
-            newest, builder = self._in_flight[-1]
-            request.dropped_step = newest.plan.step
-            builder.forget_sample(request)
+            self._in_flight[-1][1].forget_sample(request)
             if request.status == "running":
                 self.preempt(request)
 
@@ -196,33 +195,8 @@ class Scheduler:
         contended = self.shares.contended
         if contended and self.waiting:
             self._admission.balance(builder, was_empty)
-        long_rows: list[tuple[Request, int]] = []
-        lookahead, stages = self.limits.lookahead, self.limits.stages
-        # Every stage of a pipeline works on other requests, so each step takes its share of them.
-        most_rows = -(-len(self.running) // stages)
-        place = self._rows.place
-        # Draft tokens get what is left after one token for every request.
-        most_drafts = max(0, min(builder.budget, self.limits.max_logit_rows) - len(self.running))
-        for request in list(self.running):
-            if request.paused:
-                continue
-            pending, known = request.pending, len(request.tokens)
-            if pending and (
-                not lookahead or known + pending >= request.limit or builder.step - request.last_step < stages
-            ):
-                continue  # its next input token is not known yet, or it has its full length
-            want = known + pending - request.computed
-            if want > 1:
-                long_rows.append((request, want))
-            elif builder.budget >= want and len(builder.rows) < most_rows:
-                drafts = request.drafts
-                if drafts:
-                    room = request.limit - known - pending - 1
-                    drafts = max(0, min(drafts, most_drafts, room))
-                    if request.catching_up or not request.may_draft:
-                        drafts = 0
-                most_drafts -= place(builder, request, want, drafts)
-        if builder.rows:
+        long_rows = self._rows.place_decoding(builder)
+        if builder.num_rows:
             self._limit_prompts(
                 builder, long_rows[0][0] if long_rows else next(self.waiting.by_turn(()), None)
             )
@@ -230,10 +204,10 @@ class Scheduler:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
             if n := self.policy.chunk(want, builder.budget):
-                place(builder, request, self.blocks.snapshots.clip(request, n), 0)
+                self._rows.place(builder, request, self.blocks.snapshots.clip(request, n), 0)
         self._wait_reason = self._admission.admit(builder, was_empty, self.prompts) if self.waiting else None
         self.clocks.wait(self._wait_reason)
-        return self._finish_plan(builder) if builder.rows else None
+        return self._finish_plan(builder) if builder.num_rows else None
 
     def hear(self) -> None:
         """Take in what the connector has to say: blocks that have arrived, and processes that are up or not."""
@@ -242,7 +216,7 @@ class Scheduler:
 
     def _limit_prompts(self, builder: PlanBuilder, first: Request | None) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""
-        limit = self.prompts.tokens(builder.starts, builder.rows, first, self.log.now())
+        limit = self.prompts.tokens(builder.columns.starts.tolist(), builder.rows, first, self.log.now())
         if limit < self.limits.max_num_batched_tokens:
             builder.budget, builder.min_charge = min(builder.budget, limit), _CHUNK_TOKENS
 
@@ -252,11 +226,11 @@ class Scheduler:
             self.blocks.trim(request)
         self.blocks.snapshots.end_step(builder.copies)
         plan = builder.plan()
-        if plan.total_tokens == len(builder.rows):  # one token each
+        if plan.total_tokens == builder.num_rows:  # one token each
             plan.shared = self.shared.find(builder.rows, (self.life.admissions, plan.slots.tobytes()))
         self._step += 1
         free, now_s = self.pool.num_free, self.log.now()
-        record = builder.record(len(self.running), len(self.waiting), self._wait_reason, free, now_s)
+        record = builder.record(plan, len(self.running), len(self.waiting), self._wait_reason, free, now_s)
         record.predicted_s = self.prompts.predict(record)
         step = ScheduledStep(plan, record)
         self._in_flight.append((step, builder))

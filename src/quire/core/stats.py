@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from quire.core.engine import Engine
+from quire.core.lifecycle import Lifecycle
 from quire.types import EngineLoad, EngineStats, Figures, StepFigures
+from quire.types.request_table import CATCHING_UP, COMPUTED, KNOWN
 
 
 def load_of(engine: Engine, received: int) -> EngineLoad:
@@ -22,9 +24,15 @@ def load_of(engine: Engine, received: int) -> EngineLoad:
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.tokens,
         uncached_tokens=scheduler.waiting.uncached_tokens,
-        computing_tokens=sum(r.known - r.computed for r in scheduler.running if r.catching_up) if rate else 0,
+        computing_tokens=_computing_tokens(scheduler.life) if rate else 0,
         prompt_rate=rate,
     )
+
+
+def _computing_tokens(life: Lifecycle) -> int:
+    """Return the tokens that running requests lack until they decode."""
+    cells = life.table.data.take(life.running.rows, axis=1)
+    return int(((cells[KNOWN] - cells[COMPUTED]) * cells[CATCHING_UP]).sum())
 
 
 def figures_of(engine: Engine, since: int) -> Figures:

@@ -8,11 +8,58 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from quire.types import Totals
+
+
+class RecordedRow(NamedTuple):
+    """A row of a step."""
+
+    request_id: str
+    start: int  # first KV entry
+    num_tokens: int
+
+
+class RecordedRows(Sequence[RecordedRow]):
+    """The rows of a step in batch order, kept as columns.
+
+    Attributes:
+        ids: request ids.
+        starts: int32 [rows], first KV entry of each row.
+        counts: int32 [rows], tokens of each row.
+        num_tokens: sum of `counts`.
+    """
+
+    __slots__ = ("counts", "ids", "num_tokens", "starts")
+
+    def __init__(self, ids: Sequence[str], starts: np.ndarray, counts: np.ndarray, num_tokens: int) -> None:
+        self.ids, self.starts, self.counts, self.num_tokens = ids, starts, counts, num_tokens
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, int, int]]) -> RecordedRows:
+        """Return rows that are given as tuples."""
+        ids, starts, counts = zip(*rows)
+        return cls(ids, np.array(starts, np.int32), np.array(counts, np.int32), sum(counts))
+
+    @overload
+    def __getitem__(self, index: int) -> RecordedRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RecordedRow]: ...
+    def __getitem__(self, index: int | slice) -> RecordedRow | list[RecordedRow]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return RecordedRow(self.ids[index], int(self.starts[index]), int(self.counts[index]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[RecordedRow]:
+        return map(RecordedRow, self.ids, self.starts.tolist(), self.counts.tolist())
 
 
 class AdmissionRecord(NamedTuple):
@@ -29,7 +76,7 @@ class StepRecord:
 
     step: int
     time_s: float  # monotonic clock, when the step was scheduled
-    rows: list[tuple[str, int, int]]  # (request id, first KV entry, number of tokens), in batch order
+    rows: RecordedRows
     admitted: list[AdmissionRecord]
     preempted: list[str]
     running: int
@@ -50,7 +97,7 @@ class StepRecord:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the step."""
-        return sum(count for _, _, count in self.rows)
+        return self.rows.num_tokens
 
 
 class StepLog:

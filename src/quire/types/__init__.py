@@ -5,6 +5,7 @@ Imports neither torch nor other parts of Quire. Host arrays are numpy arrays, so
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.types.draft_counts import DraftCounts
@@ -62,7 +63,6 @@ from quire.types.plan import (
     max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.request_state import Request, RequestOrder, RequestStatus, ReservedRow
 from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -79,6 +79,16 @@ from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd,
 
 if TYPE_CHECKING:
     from quire.types.engine_output import EngineOutput
+    from quire.types.request_state import Request, RequestOrder, RequestStatus, ReservedRow
+
+# Imported on first use, because they load msgspec or numpy, which commands that only need settings can do without.
+_LATE = {
+    "EngineOutput": "engine_output",
+    "Request": "request_state",
+    "RequestOrder": "request_state",
+    "RequestStatus": "request_state",
+    "ReservedRow": "request_state",
+}
 
 __all__ = [
     "CODE_DTYPES",
@@ -156,9 +166,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `EngineOutput` on first use: it loads msgspec, which commands that need settings only can do without."""
-    if name != "EngineOutput":
+    """Import a name of `_LATE`."""
+    if name not in _LATE:
         raise AttributeError(f"module 'quire.types' has no attribute {name!r}")
-    from quire.types.engine_output import EngineOutput
-
-    return EngineOutput
+    return getattr(import_module(f"quire.types.{_LATE[name]}"), name)

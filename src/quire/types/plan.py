@@ -146,7 +146,9 @@ class StepResult:
     """The results of a step, for its sampling rows in plan order."""
 
     step: int
-    tokens: list[list[int]]  # for each sampling row 1 to 1 + drafts tokens, or NOT_FINITE or NO_TOKEN alone
+    # int32 [sampling rows, 1 + most drafts]: 1 to 1 + drafts tokens, of which the last may be NOT_FINITE or NO_TOKEN,
+    # then REJECTED
+    tokens: np.ndarray
     logprobs: LogprobArrays | None = (
         None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
     )

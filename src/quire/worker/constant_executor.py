@@ -6,12 +6,9 @@ follow from the prompts and whose steps take time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
 from quire.types import StepHandle, StepPlan, StepResult, TokenMasks
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class _InstantHandle:
@@ -38,7 +35,7 @@ class ConstantExecutor:
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         count = int(self._plans.pop(step).samples.sum())
         token = (self._first + step) % self._vocab_size
-        return _InstantHandle(StepResult(step, [[token] for _ in range(count)]))
+        return _InstantHandle(StepResult(step, np.full((count, 1), token, np.int32)))
 
     def warm_up(self) -> bool:
         return False

@@ -72,7 +72,11 @@ class EchoExecutor:
         top = max((self._tops[slot] for slot, _ in rows), default=0)
         pooled = {row: self._pooled(plan, row) for row in plan.pool_rows}
         result = StepResult(
-            step, [[t] for t in tokens], self._logprobs(tokens, top), scored or None, pooled or None
+            step,
+            np.array(tokens, np.int32).reshape(-1, 1),
+            self._logprobs(tokens, top),
+            scored or None,
+            pooled or None,
         )
         self._busy_until_s = max(self._busy_until_s, time.monotonic()) + self._step_s
         return _DelayedHandle(result, self._busy_until_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.types import REJECTED, LogprobArrays, StepResult
+from quire.types import LogprobArrays, StepResult
 
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, values, ranks
 
@@ -42,20 +42,13 @@ class StepOutput:
         """Build the result from host copies of the tensors that `tensors` returns."""
         arrays = iter(x.numpy() for x in host)
         rows = slice(None) if self.samples.all() else self.samples
-        tokens = _without_rejected(next(arrays)[rows])
+        tokens = next(arrays)[rows]
         if self.logit_samples is not None:
             rows = self.logit_samples
         logprobs = LogprobArrays(*(next(arrays)[rows] for _ in range(3))) if self.logprobs else None
         scores = {row: LogprobArrays(*(next(arrays) for _ in range(3))) for row in self.prompt_logprobs}
         pooled = None if self.pooled is None else dict(zip(self.pool_rows, next(arrays)))
         return StepResult(self.step, tokens, logprobs, scores or None, pooled)
-
-
-def _without_rejected(tokens: np.ndarray) -> list[list[int]]:
-    if tokens.shape[1] == 1:
-        return tokens.tolist()
-    counts = (tokens != REJECTED).sum(1)
-    return [row[:count] for row, count in zip(tokens.tolist(), counts.tolist())]
 
 
 class HostHandle:

@@ -72,8 +72,14 @@ class SlotState:
             places.append(np.arange(begin, begin + len(column)))
             values.append(np.asarray(column))
 
-        for slot, group, first, blocks in plan.new_blocks:
-            write(self._table + slot * self.table_row + group * self.max_blocks + first, blocks)
+        if plan.new_blocks:  # at most a few for each row, so arrays for each would take longer
+            begins = [
+                (self._table + slot * self.table_row + group * self.max_blocks + first, blocks)
+                for slot, group, first, blocks in plan.new_blocks
+            ]
+            new = [begin + i for begin, blocks in begins for i in range(len(blocks))]
+            places.append(np.array(new, np.int64))
+            values.append(np.array([block for _, blocks in begins for block in blocks], np.int64))
         for admit in plan.admissions:
             write(self._tokens + admit.slot * self.token_row, np.frombuffer(admit.tokens, np.int32))
             for group, blocks in enumerate(admit.blocks):

@@ -62,7 +62,7 @@ class BatchBounds(NamedTuple):
             counts=counts,
             seq_lens=plan.starts + counts,
             shares=plan.shared is not None,
-            decodes_only=max(counts) <= 1 + plan.max_drafts,
+            decodes_only=int(counts.max()) <= 1 + plan.max_drafts,
             has_prompts=plan.has_prompts,
             keeps_hidden=plan.keeps_hidden,
         )
@@ -115,6 +115,7 @@ class KernelBatcher:
         self._kernels, self.parts, self._state = kernels, parts, parts.state
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
+        self._source: tuple[object, ...] = ()  # that from which it was made
         self._input_ids, self._positions = (buffer(max_tokens) for _ in range(2))
         self._kv_slots = buffer(len(parts.state.block_tables), max_tokens)
         self._slots = buffer(max_rows)
@@ -133,7 +134,12 @@ class KernelBatcher:
     def open(self, plan: StepPlan, staging: Staging, shape: StepShape | None = None) -> DeviceStep:
         """Send the header of `plan`, padded to the rows of `shape` if there is one, and return the plan's step."""
         rows = len(plan.slots)
-        self._send(plan_header(plan), staging, *(shape.rows, shape.one_each) if shape else (rows, False))
+        # The steps of an unchanged batch share columns, which nobody modifies.
+        source = plan.slots, plan.num_tokens, plan.num_drafts, plan.samples, plan.shared, shape
+        if len(self._source) != len(source) or any(a is not b for a, b in zip(source, self._source)):
+            self._send(plan_header(plan), staging, *(shape.rows, shape.one_each) if shape else (rows, False))
+            self._source = source
+        self._turn_host = (self._turn_host + 1) % self._ring.shape[0]
         step = DeviceStep(plan, rows, plan.max_drafts, self._slots[:rows])
         slots = plan.per_logit_row(plan.slots)
         step.logit_rows = self._logit_rows(slots, len(slots))
@@ -165,7 +171,6 @@ class KernelBatcher:
         if (content_bytes := header.tobytes()) != self._sent:
             staging.send_into(self._header[:rows], header)
             self._sent = content_bytes
-        self._turn_host = (self._turn_host + 1) % self._ring.shape[0]
 
     def prepare(self, step: DeviceStep) -> None:
         if step.plan is not None:
@@ -238,7 +243,7 @@ class KernelBatcher:
 
     def recover(self) -> None:
         self._turn.fill_(self._turn_host)
-        self._sent = b""
+        self._sent, self._source = b"", ()
 
     def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         state, rows, slots, drafts = self._state, step.rows, step.slots, step.max_drafts

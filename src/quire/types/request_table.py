@@ -1,0 +1,97 @@
+"""The counts of requests as columns of integers, so that a step handles all of its rows with a few array operations.
+
+`Request` reads and writes its row through properties; the scheduler's code for whole batches reads and writes columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from quire.types.request_state import Request
+
+# The columns. `Request` describes them, except for WRITTEN: the number of tokens in the array of the request, whose
+# others are in its tail.
+KNOWN, COMPUTED, PENDING, LIMIT, ROOM, FULL_AT, SLOT, LAST_STEP, WRITTEN, PAUSED, CATCHING_UP, DRAFTS = range(
+    12
+)
+NO_DRAFTS = 12  # 1: its rows must not verify draft tokens
+VISITED = 13  # bits; not 0 if each sampled token needs more than to be appended
+NUM_COLUMNS = 14
+
+# Bits of VISITED.
+TAKES_LOGPROBS = 1
+ENDED = 2
+
+UNUSED_ROW = 0  # the row of requests that have given up theirs; its contents mean nothing
+TAIL = 32  # tokens that are appended to the array of a request at once
+
+# As arrays, because numpy takes longer to convert a Python number than to add it.
+_ONE, _LAST_PLACE = np.array(1), np.array(TAIL - 1)
+
+
+class RequestTable:
+    """One row of integers for each request that is unfinished or has a step in flight.
+
+    Attributes:
+        data: int64 [columns, rows], indexed by the constants of this module.
+        cells: the same memory, for quick access to single numbers.
+        tails: int32 [rows, TAIL], the newest tokens of each request.
+    """
+
+    def __init__(self, rows: int = 1) -> None:
+        """Start empty, with room for `rows` requests. More room is made when it is needed."""
+        self._owners: list[Request | None] = [None]
+        self._free: list[int] = []
+        self._resize(np.zeros((NUM_COLUMNS, 1), np.int64), np.zeros((1, TAIL), np.int32), 1 + rows)
+
+    def _resize(self, data: np.ndarray, tails: np.ndarray, rows: int) -> None:
+        used = data.shape[1]
+        self.data, self.tails = np.zeros((NUM_COLUMNS, rows), np.int64), np.zeros((rows, TAIL), np.int32)
+        self.data[:, :used], self.tails[:used] = data, tails
+        self.cells = self.data.data
+        self._owners += [None] * (rows - used)
+        self._free += range(rows - 1, used - 1, -1)
+
+    def __len__(self) -> int:
+        return len(self._owners) - len(self._free) - 1
+
+    def add(self, request: Request) -> int:
+        """Return the row of a new request, which is all zeros."""
+        if not self._free:
+            self._resize(self.data, self.tails, 2 * len(self._owners))
+        row = self._free.pop()
+        self._owners[row], self.data[:, row] = request, 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Free a row that no step in flight refers to. UNUSED_ROW stays."""
+        if row != UNUSED_ROW:
+            self._owners[row] = None
+            self._free.append(row)
+
+    def owner(self, row: int) -> Request:
+        """Return the request of a row in use."""
+        request = self._owners[row]
+        assert request is not None
+        return request
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Append one token to each of the requests in `rows`, which are distinct."""
+        known = self.data[KNOWN][rows]
+        places = known - self.data[WRITTEN][rows]
+        self.tails[rows, places] = tokens
+        self.data[KNOWN][rows] = known + _ONE
+        full = places == _LAST_PLACE
+        if np.count_nonzero(full):
+            for row in rows[full].tolist():
+                self.owner(row).flush()
+
+    def take_tail(self, row: int) -> bytes:
+        """Return the int32 tokens of a request behind those in its array, to which the caller appends them."""
+        cells = self.cells
+        count = cells[KNOWN, row] - cells[WRITTEN, row]
+        cells[WRITTEN, row] += count
+        return self.tails[row, :count].tobytes()

@@ -172,10 +172,18 @@ def test_the_kernels_change_nothing(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("count", [1, 3])
 @on_either
-def test_few_rows_change_nothing(family: str, count: int, device: str) -> None:
-    """In half precision, where few rows use special kernels, logits are as close to fp32 as those of plain torch."""
+def test_few_rows_change_nothing(family: str, device: str) -> None:
+    """In half precision, where few rows use special kernels, logits are as close to fp32 as those of plain torch.
+
+    The interpreter is slow, so there one half of the families has one row, and the other half three.
+    """
+    counts = (1, 3) if device == "cuda" else (1 + 2 * (list(FAMILIES).index(family) % 2),)
+    for count in counts:
+        few_rows_change_nothing(family, count, device)
+
+
+def few_rows_change_nothing(family: str, count: int, device: str) -> None:
     rows = [[token] for token in ROWS[0][:count]]
     right = logits_of(family, torch.device(device), None, rows)
     plain, few = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from quire.files.peak_memory import peak_bytes
 from quire.frontend.templates import renderer as renderer_module
 from quire.frontend.templates.helper_process import HelperEnded, HelperPool, HelpersBusy
 from quire.frontend.templates.renderer import TemplateRenderer
@@ -173,6 +175,18 @@ def test_memory_is_limited_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert large == "200000000"
     for pid in pids(renderer):
         assert psutil.Process(pid).memory_info().rss < 100 << 20, "the process that was large has ended"
+    renderer.close()
+
+
+def test_a_large_parent_does_not_make_a_process_large() -> None:
+    """The kernel's peak of a process begins with that of its parent, such as one with an engine or a vocabulary."""
+    ballast = bytearray(os.urandom(1)) * (300 << 20)
+    renderer = TemplateRenderer(processes=1)
+    assert outcome(renderer, "{{ 1 }}") == "1"
+    before = pids(renderer)
+    assert outcome(renderer, "{{ 1 }}") == "1"
+    assert pids(renderer) == before
+    assert (peak_bytes() or 0) > len(ballast)
     renderer.close()
 
 

@@ -7,12 +7,13 @@ counter, the figures are absent; the memory of a CPU is that of the process.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from quire.files.peak_memory import peak_bytes
 
 _EVERY_S = 0.05  # between two readings of the clock
 
@@ -75,7 +76,7 @@ class NoEnergyMeter:
         """Measure the time, and the memory of this process."""
         found, begin = Energy(), time.perf_counter()
         yield found
-        found.seconds, found.peak_memory_bytes = time.perf_counter() - begin, _peak_of_process()
+        found.seconds, found.peak_memory_bytes = time.perf_counter() - begin, peak_bytes()
 
 
 class EnergyMeter(NoEnergyMeter):
@@ -112,15 +113,6 @@ class EnergyMeter(NoEnergyMeter):
             ended.set()
             reader.join()
             read()  # a short measurement has at least one reading
-
-
-def _peak_of_process() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def energy_meter(device: str) -> NoEnergyMeter:

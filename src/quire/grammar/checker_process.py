@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.files.peak_memory import peak_bytes
 from quire.types import GrammarSpec, QuireError, RequestError
 
 if sys.platform != "win32":  # on Windows only the messages of this module are used
@@ -198,22 +199,17 @@ def _verdict(vocabulary: object, check: Check) -> Verdict:
     from quire.grammar.matching import Vocabulary, build_matcher, grammar_text, try_out
 
     assert isinstance(vocabulary, Vocabulary)
-    spec, before = check.spec, _peak_bytes()
+    spec, before = check.spec, peak_bytes() or 0
     try:
         text = grammar_text(spec)
         try_out(build_matcher(vocabulary, spec, text), vocabulary, spec)
-        return Verdict(check.id, text, _peak_bytes() - before)
+        return Verdict(check.id, text, (peak_bytes() or 0) - before)
     except RequestError as error:
         return Verdict(check.id, error=str(error))
     except (RecursionError, MemoryError):
         return Verdict(
             check.id, error=f"{spec.kind} cannot be enforced: it is nested too deeply or too large"
         )
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10
 
 
 def _failed_verdict(check: Check, status: int) -> Verdict:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from quire.files.peak_memory import peak_bytes
 from quire.frontend.templates.helper_process import HEADER, LAST
 from quire.frontend.templates.sandbox import TemplateFailure, compile_template, run_template
 from quire.frontend.templates.traits import probe_traits
@@ -102,12 +103,7 @@ def limit_memory() -> None:
 
 
 def _is_large() -> bool:
-    try:
-        import resource
-    except ImportError:
-        return False
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (peak if sys.platform == "darwin" else peak << 10) > _KEPT_BYTES
+    return (peak_bytes() or 0) > _KEPT_BYTES
 
 
 if __name__ == "__main__":

@@ -161,7 +161,12 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "eagle3 for an EAGLE-3 head",
     ),
     (
-        lambda c: c.pipeline_parallel_size > 1 and c.spec_method not in ("off", "ngram", "draft"),
+        lambda c: c.pipeline_parallel_size > 1 and c.spec_method == "suffix",
+        "spec_method suffix does not run with stages yet, but pipeline_parallel_size is {c.pipeline_parallel_size}; use "
+        "spec_method ngram or draft",
+    ),
+    (
+        lambda c: c.pipeline_parallel_size > 1 and c.spec_method in ("eagle3", "mtp"),
         "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
         "{c.pipeline_parallel_size}; use spec_method ngram or draft",
     ),

@@ -88,6 +88,6 @@ def test_soak_on_the_gpu() -> None:
 
 def test_soak_is_a_comparison() -> None:
     """The same on a CPU, shorter."""
-    engine = soak("cpu", count=40, kv_cache_memory=12 << 20)
+    engine = soak("cpu", count=40, kv_cache_memory=7 << 19)
     assert engine.log.totals.preemptions
     engine.close()

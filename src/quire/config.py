@@ -19,6 +19,7 @@ from quire.config_rules import (
     ExpertExchangeName,
     KVCacheDtype,
     KVLayoutName,
+    KVTransport,
     LayerBackend,
     LoadFormat,
     PrefillAttention,
@@ -222,6 +223,11 @@ class EngineConfig:
         None,
         "engines that only compute prompts, and engines that only decode, such as prefill:1,decode:1; a multiple of "
         "prefill engines belongs to each decode engine",
+    )
+    kv_transport: KVTransport = _parallelism(
+        "auto",
+        "how a decode engine copies the blocks of its prefill engines: shared-memory on a CPU, cuda-ipc on a GPU (the "
+        "prefill engine's memory is mapped into its process), or auto, which picks by device",
     )
     rank_address: str | None = _parallelism(
         None,

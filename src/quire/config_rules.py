@@ -18,6 +18,7 @@ SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+KVTransport = Literal["auto", "shared-memory", "cuda-ipc"]
 ExpertExchangeName = Literal["auto", "all-reduce", "all-to-all"]
 Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
@@ -52,6 +53,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": get_args(Quantization),
     "spec_quantization": get_args(Quantization),
     "kv_cache_dtype": get_args(KVCacheDtype),
+    "kv_transport": get_args(KVTransport),
     "expert_exchange": get_args(ExpertExchangeName),
     "attention": ("auto", "reference", "triton", "cpu"),
     "prefill_attention": get_args(PrefillAttention),

@@ -174,7 +174,7 @@ def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> 
         return connect_exporter
     if prefills is not None:
         mover = rank.open_peers()
-        prefills.report_to(mover.add_peer)
+        prefills.report_to(mover)
         return connect_prefills(mover, prefills.processes, rank.size.block_bytes)
     if rank.mover is None:
         return None
@@ -234,7 +234,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         state_bytes=size.state_bytes,
         states_per_request=1 + (config.spec_tokens or 0),
         num_snapshots=size.num_snapshots,
-        shared_offsets=rank.shared_offsets(),
+        shared=rank.shared_blocks(),
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

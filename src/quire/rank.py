@@ -25,6 +25,7 @@ from quire.assembly.speculation import pick_speculation
 from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buffers
 from quire.assembly.steps import pick_launch, step_limits
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover, snapshot_pages
+from quire.assembly.transport import open_exports, open_reader, pick_transport
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.env import Env
@@ -34,14 +35,14 @@ from quire.models.spec import ModelSpec
 from quire.parallel.connection import Meeting
 from quire.parallel.pipeline import NO_LINK, Link
 from quire.parallel.ranks import Parallel
-from quire.types import BlockKey, ConfigError
+from quire.types import BlockKey, ConfigError, SharedBlocks
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import KVSize, gpu_memory
 from quire.worker.runner import Runner
 from quire.worker.transfer.block_bytes import BlockBytes, SnapshotBytes
-from quire.worker.transfer.mover import CpuCopier, LocalMover
-from quire.worker.transfer.shared_memory import SharedMemory
+from quire.worker.transfer.mover import LocalMover
+from quire.worker.transfer.peers import BlockExports, PeerMover, describe_blocks
 from quire.worker.worker import Worker
 
 
@@ -110,11 +111,11 @@ class Rank:
         self._stage = pick_stage(config, spec, place)
         self._link: Link = NO_LINK
         self._loading = ExitStack()
-        self.exports = None if exports is None else SharedMemory(exports)
-        if self.device.type != "cpu" and (exports is not None or config.num_prefills):
-            raise ConfigError(
-                f"disaggregate copies blocks through shared memory, which needs device cpu, got {self.device}"
-            )
+        self.exports: BlockExports | None = None
+        if exports is not None or config.num_prefills:
+            self._transport = pick_transport(config, self.device)
+        if exports is not None:
+            self.exports = open_exports(self._transport, exports)
 
     @property
     def weight_bytes(self) -> int:
@@ -222,7 +223,7 @@ class Rank:
         """Allocate `num_blocks` KV blocks."""
         self.size = replace(self.size, num_blocks=num_blocks)
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
-        self.runner = self.worker.allocate(self.size, self.exports)
+        self.runner = self.worker.allocate(self.size, self.exports.memory if self.exports else None)
 
     def least_pages(self) -> int:
         """Return minus the pages into which this rank cuts a snapshot: ranks agree on the smallest result."""
@@ -261,15 +262,19 @@ class Rank:
             self.config, blocks, self._snapshots, rows, self._row_bytes, self.device, fingerprint
         )
 
-    def shared_offsets(self) -> list[int]:
-        """Return the places of the tensors of blocks in shared memory; none unless this is a prefill engine."""
-        if self.exports is None:
-            return []
-        return [self.exports.offset(part.data_ptr()) for part in BlockBytes(self.worker.blocks).parts]
+    def shared_blocks(self) -> SharedBlocks | None:
+        """Return the description of the blocks for a decode engine; None unless this is a prefill engine."""
+        return None if self.exports is None else self._describe_blocks(BlockBytes(self.worker.blocks))
 
-    def open_peers(self) -> LocalMover:
+    def _describe_blocks(self, blocks: BlockBytes) -> SharedBlocks:
+        groups = [(len(group.layers), group.window) for group in self.size.groups]
+        return describe_blocks(self._transport, blocks, self.size.block_size, groups, self.exports)
+
+    def open_peers(self) -> PeerMover:
         """Return a mover that copies blocks of prefill engines."""
-        return LocalMover(CpuCopier(BlockBytes(self.worker.blocks), 0), self.guard)
+        blocks = BlockBytes(self.worker.blocks)
+        reader = open_reader(self._transport, blocks, self.device)
+        return PeerMover(self._describe_blocks(blocks), reader, self.guard)
 
     def stored_blocks(self) -> tuple[int, list[BlockKey]]:
         """Return the most files that kv_disk may hold, and the keys of those that exist, oldest first."""

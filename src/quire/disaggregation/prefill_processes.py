@@ -12,20 +12,30 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from quire.config import EngineConfig
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.process import start_engine_process
-from quire.types import EngineDead, EngineInfo, EngineRequest, PrefillNews
+from quire.types import EngineDead, EngineInfo, EngineRequest, PrefillNews, SharedBlocks
 
 log = logging.getLogger("quire")
 
 _RESTARTS = 3
 _STOP_S = 2.0
 
-# Called with the number, the shared memory and the description of a prefill engine that is up.
-OnReady = Callable[[int, int, EngineInfo], None]
+
+class PeerListener(Protocol):
+    """What is told of prefill engines that are up, and of those that have ended."""
+
+    def add_peer(self, number: int, memory: int, shared: SharedBlocks | None) -> None:
+        """Note that an engine is up: its number, its shared file and the description of its blocks."""
+        ...
+
+    def drop_peer(self, number: int) -> None:
+        """Note that an engine has ended."""
+        ...
 
 
 class _PrefillProcess:
@@ -80,11 +90,11 @@ class PrefillProcesses:
     Args:
         configs: settings of each.
         secret: key of the names of blocks, which all engines share.
-        on_ready: called when an engine is up, again after it was replaced.
+        listener: is told when an engine is up, and when it has ended.
     """
 
-    def __init__(self, configs: Sequence[EngineConfig], secret: bytes, on_ready: OnReady) -> None:
-        self._on_ready = on_ready
+    def __init__(self, configs: Sequence[EngineConfig], secret: bytes, listener: PeerListener) -> None:
+        self.listener = listener
         self.processes: list[_PrefillProcess] = []
         try:
             for number, config in enumerate(configs):
@@ -109,7 +119,7 @@ class PrefillProcesses:
             match message:
                 case msg.EngineReady(info):
                     one.info, one.cause = info, ""
-                    self._on_ready(one.number, one.memory, info)
+                    self.listener.add_peer(one.number, one.memory, info.shared)
                 case msg.EngineFailed(_, cause):
                     one.cause = cause
                 case msg.Outputs(outputs):
@@ -150,6 +160,7 @@ class PrefillProcesses:
             one.cause = one.exit_text() + (f": {one.cause}" if one.cause else "")
             log.warning("%s; the decode engine computes its prompts", one.cause)
         lost, one.open, one.info = one.open, set(), None
+        self.listener.drop_peer(one.number)  # before the new process takes its memory
         if one.restarts < _RESTARTS:
             one.restart()
         return [PrefillNews(name, ended=True) for name in lost]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config import EngineConfig
-from quire.disaggregation.prefill_processes import OnReady, PrefillProcesses
-from quire.types import EngineInfo
+from quire.disaggregation.prefill_processes import PeerListener, PrefillProcesses
+from quire.types import SharedBlocks
 
 
 class Prefills:
@@ -15,20 +15,22 @@ class Prefills:
     def __init__(self, config: EngineConfig, secret: bytes) -> None:
         one = replace(config, disaggregate=None, data_parallel_size=1, spec_method="off", spec_model=None)
         one = replace(one, spec_tokens=None, skip_tokenizer_init=True)
-        self._on_ready: OnReady = self._note
-        self._early: list[tuple[int, int, EngineInfo]] = []
-        self.processes = PrefillProcesses(
-            [one] * config.num_prefills, secret, lambda *up: self._on_ready(*up)
-        )
+        self._early: dict[int, tuple[int, SharedBlocks | None]] = {}
+        self.processes = PrefillProcesses([one] * config.num_prefills, secret, self)
 
-    def _note(self, number: int, memory: int, info: EngineInfo) -> None:
-        self._early.append((number, memory, info))
+    def add_peer(self, number: int, memory: int, shared: SharedBlocks | None) -> None:
+        """Keep what is known of an engine until `report_to`."""
+        self._early[number] = memory, shared
 
-    def report_to(self, on_ready: OnReady) -> None:
-        """Call `on_ready` for each engine that is up, and for each that will be."""
-        self._on_ready = on_ready
-        for up in self._early:
-            on_ready(*up)
+    def drop_peer(self, number: int) -> None:
+        """Forget an engine."""
+        self._early.pop(number, None)
+
+    def report_to(self, listener: PeerListener) -> None:
+        """Tell `listener` of each engine that is up, and of all changes from now on."""
+        self.processes.listener = listener
+        for number, (memory, shared) in self._early.items():
+            listener.add_peer(number, memory, shared)
 
     def close(self) -> None:
         """End the processes."""

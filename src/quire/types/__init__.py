@@ -75,7 +75,16 @@ from quire.types.sampling_params import (
     StructuredOutputsParams,
     check_field_names,
 )
-from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd, TransferKind, TransferOrder
+from quire.types.transfer import (
+    BlockKey,
+    BlockMover,
+    PrefillNews,
+    SharedBlocks,
+    SharedTensor,
+    TransferEnd,
+    TransferKind,
+    TransferOrder,
+)
 
 if TYPE_CHECKING:
     from quire.types.engine_output import EngineOutput
@@ -142,6 +151,8 @@ __all__ = [
     "RequestTargets",
     "ReservedRow",
     "SamplingParams",
+    "SharedBlocks",
+    "SharedTensor",
     "SlotAdmission",
     "StateLayout",
     "StateTensor",

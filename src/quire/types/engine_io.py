@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from quire.types.errors import QuireError, RequestError, StepFailed
 from quire.types.kv import KVGroup
 from quire.types.sampling_params import GrammarSpec, Pooling, SamplingParams
+from quire.types.transfer import SharedBlocks
 
 
 class RequestTargets(NamedTuple):
@@ -179,8 +180,7 @@ class EngineInfo:
     phases_s: dict[str, float] = field(default_factory=dict)  # duration of each phase of the start-up
     # By rank and phase: seconds from the first begin of all ranks to the phase's begin, and its duration.
     rank_phases_s: list[dict[str, tuple[float, float]]] = field(default_factory=list)
-    # Offsets in shared memory of the tensors of its blocks, for an engine that exports them.
-    shared_offsets: list[int] = field(default_factory=list)
+    shared: SharedBlocks | None = None  # its blocks, for an engine that exports them
 
     def request_blocks(self, tokens: int) -> int:
         """Return the blocks that a decoding request of `tokens` tokens holds."""

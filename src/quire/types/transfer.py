@@ -37,6 +37,41 @@ class TransferEnd(NamedTuple):
     failed: list[int]
 
 
+@dataclass(slots=True)
+class SharedTensor:
+    """One tensor of blocks: what is kept of a block, and where another process finds the first one."""
+
+    dtype: str
+    block_bytes: int
+    handle: bytes = b""  # of an allocation on a GPU; empty for the file that both processes have
+    offset: int = 0  # bytes from the begin of the allocation or file
+
+
+@dataclass(slots=True)
+class SharedBlocks:
+    """The description of the blocks of an engine for a process that copies them."""
+
+    transport: str
+    block_size: int
+    groups: list[tuple[int, int | None]]  # number of layers, and window or None
+    num_blocks: int  # with the dummy block
+    tensors: list[SharedTensor]
+
+    def differences(self, other: SharedBlocks | None) -> list[str]:
+        """Return a text for each field in which the layout of `other` differs; numbers of blocks may differ."""
+        if other is None:
+            return ["transport is none"]
+        pairs = [
+            (name, getattr(self, name), getattr(other, name))
+            for name in ("transport", "block_size", "groups")
+        ]
+        pairs += [
+            (name, *([getattr(tensor, name) for tensor in one.tensors] for one in (self, other)))
+            for name in ("dtype", "block_bytes")
+        ]
+        return [f"{name} is {theirs} instead of {ours}" for name, ours, theirs in pairs if ours != theirs]
+
+
 class PrefillNews(NamedTuple):
     """What has become of a request at a prefill engine: blocks that can be read, and whether more will come.
 

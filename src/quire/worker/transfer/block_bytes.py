@@ -18,12 +18,14 @@ class BlockBytes:
 
     Attributes:
         parts: the distinct tensors as uint8 [blocks, bytes].
+        dtypes: their number formats.
         size: bytes of a block.
     """
 
     def __init__(self, layers: Iterable[KV]) -> None:
         distinct = {tensor.data_ptr(): tensor for layer in layers for tensor in layer}
         self.parts = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in distinct.values()]
+        self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in distinct.values()]
         self.size = sum(part.shape[1] for part in self.parts)
 
     def __len__(self) -> int:

@@ -6,9 +6,6 @@ The scheduler half never asks for two copies at once that touch the same row or 
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -16,11 +13,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.types import BlockKey, ConfigError, EngineInfo, TransferEnd, TransferOrder
+from quire.types import BlockKey, TransferEnd, TransferOrder
 from quire.worker.executor import DeviceGuard
 from quire.worker.transfer.block_bytes import NO_SNAPSHOTS, BlockBytes, HostView, SnapshotBytes
 from quire.worker.transfer.files import BlockFiles
-from quire.worker.transfer.shared_memory import map_bytes
+from quire.worker.transfer.lane import Ends, Lane
 
 
 class BlockCopier(Protocol):
@@ -56,19 +53,7 @@ class CpuCopier:
     ) -> None:
         # numpy's zeros take memory from the operating system when it is first written.
         self.rows = np.zeros((rows, blocks.size if row_bytes is None else row_bytes), np.uint8)
-        self.blocks = blocks
         self._view = HostView(blocks, snapshots)
-        self._parts = [part.numpy() for part in blocks.parts]
-
-    def begin_pull(self, peer: PeerBlocks, sources: list[int], blocks: list[int]) -> Callable[[], None]:
-        """Return what copies blocks of another engine into blocks of this one."""
-
-        def run() -> None:
-            for part, other in zip(self._parts, peer.parts):
-                for source, block in zip(sources, blocks):
-                    part[block] = other[source]
-
-        return run
 
     def begin_save(self, blocks: list[int], rows: list[int]) -> Callable[[], None]:
         for block, row in zip(blocks, rows):
@@ -81,19 +66,6 @@ class CpuCopier:
                 self._view.write(block, self.rows[row])
 
         return run
-
-
-class PeerBlocks:
-    """The blocks of a prefill engine, mapped into this process."""
-
-    def __init__(self, blocks: BlockBytes, memory: int, info: EngineInfo) -> None:
-        if len(info.shared_offsets) != len(blocks.parts) or info.block_bytes != blocks.size:
-            raise ConfigError("a prefill engine has blocks of another layout than its decode engine")
-        count = info.num_blocks + 1  # and the dummy block
-        self.parts = [
-            map_bytes(memory, offset, count * part.shape[1]).reshape(count, part.shape[1])
-            for offset, part in zip(info.shared_offsets, blocks.parts)
-        ]
 
 
 class GpuCopier:
@@ -208,11 +180,9 @@ class LocalMover:
         files: BlockFiles | None = None,
     ) -> None:
         self._copier, self._guard, self._files = copier, guard, files
-        self._peers: dict[int, PeerBlocks] = {}
-        self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
-        self._on_end: Callable[[TransferEnd], None] = self._ended.put
-        self._ready: list[TransferEnd] = []
-        self._memory_lane, self._disk_lane = _Lane("kv-memory", guard), _Lane("kv-disk", guard)
+        self._ends = Ends()
+        self._on_end: Callable[[TransferEnd], None] = self._ends.put
+        self._memory_lane, self._disk_lane = Lane("kv-memory", guard), Lane("kv-disk", guard)
 
     def start(self, orders: Sequence[TransferOrder]) -> None:
         for order in orders:
@@ -223,18 +193,8 @@ class LocalMover:
                     self._run(self._memory_lane, order, self._copier.begin_load(order.sources, order.targets))
                 case "write" | "read":
                     self._disk_lane.put(lambda order=order: self._on_end(self._use_files(order)))  # type: ignore[misc]
-                case "pull":
-                    peer, copier = self._peers[order.peer], self._copier
-                    assert isinstance(copier, CpuCopier)
-                    copy = copier.begin_pull(peer, order.sources, order.targets)
-                    self._run(self._memory_lane, order, copy)
 
-    def add_peer(self, number: int, memory: int, info: EngineInfo) -> None:
-        """Map the blocks of prefill engine `number`, or those of the engine that has replaced it."""
-        assert isinstance(self._copier, CpuCopier)
-        self._peers[number] = PeerBlocks(self._copier.blocks, memory, info)
-
-    def _run(self, lane: _Lane, order: TransferOrder, copy: Callable[[], None]) -> None:
+    def _run(self, lane: Lane, order: TransferOrder, copy: Callable[[], None]) -> None:
         def work() -> None:
             copy()
             self._on_end(TransferEnd(order.ticket, []))
@@ -264,52 +224,13 @@ class LocalMover:
     def ended(self) -> list[TransferEnd]:
         self._memory_lane.check()
         self._disk_lane.check()
-        ends, self._ready = self._ready, []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                ends.append(self._ended.get_nowait())
-        return ends
+        return self._ends.take()
 
     def wait(self, timeout_s: float) -> None:
-        if not self._ready:
-            with contextlib.suppress(queue.Empty):
-                self._ready.append(self._ended.get(timeout=timeout_s))
+        self._ends.wait(timeout_s)
 
     def close(self) -> None:
         for lane in (self._memory_lane, self._disk_lane):
             lane.close()
         if self._files is not None:
             self._files.close()
-
-
-class _Lane:
-    """A thread that runs functions in order. Its first error is raised by `check`."""
-
-    def __init__(self, name: str, guard: DeviceGuard) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(guard,), daemon=True, name=name)
-        self._thread.start()
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._work.put(work)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Skip what has not begun, and wait for the end of the thread."""
-        self._closed = True
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self, guard: DeviceGuard) -> None:
-        try:
-            with guard():
-                while (work := self._work.get()) is not None:
-                    if not self._closed:
-                        work()
-        except BaseException as error:
-            self._error = error

@@ -1,0 +1,50 @@
+"""The transport between prefill and decode engines, picked from settings: both of its sides, for one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.config import EngineConfig
+from quire.types import ConfigError
+from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.peers import BlockExports, PeerReader
+from quire.worker.transfer.shared_memory import MemoryExports, MemoryReader
+
+
+def pick_transport(config: EngineConfig, device: torch.device) -> str:
+    """Return the name of the transport.
+
+    Raises:
+        ConfigError: if the device lacks it, or engines that share a GPU have no fixed size.
+    """
+    fitting = "cuda-ipc" if device.type == "cuda" else "shared-memory"
+    if config.kv_transport not in ("auto", fitting):
+        raise ConfigError(
+            f"kv_transport {config.kv_transport} does not suit device {device}; use {fitting} or auto"
+        )
+    if fitting == "cuda-ipc" and config.kv_cache_memory is None:
+        raise ConfigError(
+            "disaggregate on a GPU needs kv_cache_memory, the bytes of the KV cache of each engine, because engines "
+            "that share a GPU and start together cannot measure what is free; set kv_cache_memory"
+        )
+    return fitting
+
+
+def open_exports(transport: str, descriptor: int) -> BlockExports:
+    """Return the side of a prefill engine, whose decode engine has opened the file `descriptor`."""
+    if transport == "shared-memory":
+        return MemoryExports(descriptor)
+    from quire.worker.transfer.cuda_ipc import CudaHandles, IpcExports
+
+    return IpcExports(CudaHandles())
+
+
+def open_reader(transport: str, blocks: BlockBytes, device: torch.device) -> PeerReader:
+    """Return the side of a decode engine with these blocks."""
+    if transport == "shared-memory":
+        return MemoryReader(blocks)
+    # Imported here: an installation for CPUs has no Triton.
+    from quire.kernels.block_copy import BlockCopy
+    from quire.worker.transfer.cuda_ipc import CudaHandles, IpcReader, SideStream
+
+    return IpcReader(blocks, CudaHandles(), lambda *args: BlockCopy(*args, device), SideStream(device))

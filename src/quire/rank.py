@@ -115,7 +115,7 @@ class Rank:
         if exports is not None or config.num_prefills:
             self._transport = pick_transport(config, self.device)
         if exports is not None:
-            self.exports = open_exports(self._transport, exports)
+            self.exports = open_exports(self._transport, exports, self.device)
 
     @property
     def weight_bytes(self) -> int:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from quire.assembly.transport import pick_transport
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.remote_prefill import RemotePrefill
@@ -18,7 +20,7 @@ from quire.host import build_engine
 from quire.types import ConfigError, EngineOutput, EngineRequest, SamplingParams
 
 BASE: dict[str, Any] = {
-    "model": "demo", "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_model_len": 512, "max_num_seqs": 4,
+    "model": "demo", "dtype": "float32", "cpu_threads": 1, "capture_at_start": False, "max_model_len": 512, "max_num_seqs": 4,
     "kv_cache_memory": 1 << 23, "max_num_batched_tokens": 64, "skip_tokenizer_init": True, "check_invariants": True,
 }  # fmt: skip
 
@@ -54,16 +56,24 @@ def run(engine: Engine, load: list[EngineRequest]) -> dict[str, list[int]]:
     return drain(engine)
 
 
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def joint() -> Iterator[Engine]:
-    engine, _ = build_engine(EngineConfig(**BASE, prefix_caching=False))
+def joint(device: str) -> Iterator[Engine]:
+    engine, _ = build_engine(EngineConfig(**BASE, device=device, prefix_caching=False))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def split() -> Iterator[Engine]:
-    engine, _ = build_engine(EngineConfig(**BASE, disaggregate="prefill:1 decode:1"))
+def split(device: str) -> Iterator[Engine]:
+    engine, _ = build_engine(EngineConfig(**BASE, device=device, disaggregate="prefill:1 decode:1"))
     yield engine
     engine.close()
 
@@ -152,8 +162,32 @@ def test_a_killed_prefill_process_is_replaced_and_nothing_is_lost(joint: Engine,
         ({"disaggregate": "prefill:1,decode:1", "prefix_caching": False}, "prefix_caching"),
         ({"disaggregate": "prefill:1,decode:1", "tensor_parallel_size": 2}, "one rank"),
         ({"disaggregate": "prefill:2,decode:2", "data_parallel_size": 3}, "data_parallel_size is 3"),
+        (
+            {"disaggregate": "prefill:1,decode:1", "kv_transport": "tcp"},
+            "kv_transport must be one of auto, shared",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EngineConfig(**settings)
+
+
+def test_a_transport_must_suit_the_device() -> None:
+    config = EngineConfig(**BASE, device="cpu", disaggregate="prefill:1,decode:1", kv_transport="cuda-ipc")
+    with pytest.raises(
+        ConfigError, match="kv_transport cuda-ipc does not suit device cpu; use shared-memory"
+    ):
+        build_engine(config)
+
+
+@pytest.mark.parametrize(
+    "settings,text",
+    [
+        ({"kv_transport": "shared-memory", "kv_cache_memory": 1}, "does not suit device cuda; use cuda-ipc"),
+        ({"kv_cache_memory": None}, "needs kv_cache_memory"),
+    ],
+)
+def test_engines_of_one_gpu_need_fixed_sizes(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        pick_transport(EngineConfig(**settings), torch.device("cuda"))

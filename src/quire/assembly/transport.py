@@ -30,13 +30,13 @@ def pick_transport(config: EngineConfig, device: torch.device) -> str:
     return fitting
 
 
-def open_exports(transport: str, descriptor: int) -> BlockExports:
+def open_exports(transport: str, descriptor: int, device: torch.device) -> BlockExports:
     """Return the side of a prefill engine, whose decode engine has opened the file `descriptor`."""
     if transport == "shared-memory":
         return MemoryExports(descriptor)
     from quire.worker.transfer.cuda_ipc import CudaHandles, IpcExports
 
-    return IpcExports(CudaHandles())
+    return IpcExports(CudaHandles(device))
 
 
 def open_reader(transport: str, blocks: BlockBytes, device: torch.device) -> PeerReader:
@@ -47,4 +47,4 @@ def open_reader(transport: str, blocks: BlockBytes, device: torch.device) -> Pee
     from quire.kernels.block_copy import BlockCopy
     from quire.worker.transfer.cuda_ipc import CudaHandles, IpcReader, SideStream
 
-    return IpcReader(blocks, CudaHandles(), lambda *args: BlockCopy(*args, device), SideStream(device))
+    return IpcReader(blocks, CudaHandles(device), lambda *args: BlockCopy(*args, device), SideStream(device))

@@ -46,16 +46,18 @@ class _Handle(ctypes.Structure):
 
 
 class CudaHandles:
-    """The handles of CUDA's driver, in the context that is current where this object is made.
+    """The handles of CUDA's driver, in the context that torch uses on a device.
 
     Raises:
         ConfigError: by all methods, with the error of the driver.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check("cuInit", 0)
+        self._check("cuDeviceGet", ctypes.byref(number), device.index or 0)
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
 
     def export(self, address: int) -> tuple[bytes, int]:
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
@@ -74,8 +76,14 @@ class CudaHandles:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def _call(self, name: str, *args: object) -> None:
-        if self._context:  # threads of the mover have no context before their first use of torch
-            self._driver.cuCtxSetCurrent(self._context)
+        """Call a function of the driver in the context, whatever the thread's current one is."""
+        self._check("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._check(name, *args)
+        finally:
+            self._check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _check(self, name: str, *args: object) -> None:
         if code := getattr(self._driver, name)(*args):
             text = ctypes.c_char_p()
             self._driver.cuGetErrorName(code, ctypes.byref(text))

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def copies() -> dict[str, Any]:
         reader = IpcReader(
             blocks,
             CudaHandles(GPU),
-            lambda *args, programs=programs: BlockCopy(*args, GPU, programs),  # type: ignore[misc]
+            partial(BlockCopy, GPU, programs=programs),
             SideStream(GPU),
         )
         mover = PeerMover(describe(blocks), reader, device_guard(GPU))

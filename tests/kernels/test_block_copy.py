@@ -17,7 +17,7 @@ def test_blocks_are_copied_and_no_others(device: str, sizes: tuple[int, ...], pr
     theirs = [torch.randint(1, 255, (6, size), dtype=torch.uint8, device=device) for size in sizes]
     ours = [torch.zeros(9, size, dtype=torch.uint8, device=device) for size in sizes]
     addresses = ([tensor.data_ptr() for tensor in tensors] for tensors in (theirs, ours))
-    copy = BlockCopy(*addresses, [*sizes], torch.device(device), programs)
+    copy = BlockCopy(torch.device(device), *addresses, [*sizes], programs=programs)
     assert not any(tensor.any() for tensor in ours)
     copy(torch.tensor([[5, 0, 2], [1, 8, 3]], device=device))
     for source, target in zip(theirs, ours):

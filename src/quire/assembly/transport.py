@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire.config import EngineConfig
@@ -47,4 +49,4 @@ def open_reader(transport: str, blocks: BlockBytes, device: torch.device) -> Pee
     from quire.kernels.block_copy import BlockCopy
     from quire.worker.transfer.cuda_ipc import CudaHandles, IpcReader, SideStream
 
-    return IpcReader(blocks, CudaHandles(device), lambda *args: BlockCopy(*args, device), SideStream(device))
+    return IpcReader(blocks, CudaHandles(device), partial(BlockCopy, device), SideStream(device))

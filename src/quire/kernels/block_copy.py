@@ -38,19 +38,19 @@ class BlockCopy:
     """Copies of blocks from tensors at `sources` to tensors at `targets`.
 
     Args:
+        device: the GPU that copies.
         sources: address of each tensor to read.
         targets: address of each tensor to write.
         sizes: bytes of a block in each tensor.
-        device: the GPU that copies.
         programs: programs of a launch.
     """
 
     def __init__(
         self,
+        device: torch.device,
         sources: list[int],
         targets: list[int],
         sizes: list[int],
-        device: torch.device,
         programs: int = PROGRAMS,
     ) -> None:
         wide = all(number % 8 == 0 for number in (*sources, *targets, *sizes))

@@ -61,15 +61,20 @@ class SharedBlocks:
         """Return a text for each field in which the layout of `other` differs; numbers of blocks may differ."""
         if other is None:
             return ["transport is none"]
-        pairs = [
-            (name, getattr(self, name), getattr(other, name))
-            for name in ("transport", "block_size", "groups")
+
+        def fields(blocks: SharedBlocks) -> dict[str, object]:
+            whole = {name: getattr(blocks, name) for name in ("transport", "block_size", "groups")}
+            parts = {
+                name: [getattr(one, name) for one in blocks.tensors] for name in ("dtype", "block_bytes")
+            }
+            return whole | parts
+
+        theirs = fields(other)
+        return [
+            f"{name} is {theirs[name]} instead of {ours}"
+            for name, ours in fields(self).items()
+            if theirs[name] != ours
         ]
-        pairs += [
-            (name, *([getattr(tensor, name) for tensor in one.tensors] for one in (self, other)))
-            for name in ("dtype", "block_bytes")
-        ]
-        return [f"{name} is {theirs} instead of {ours}" for name, ours, theirs in pairs if ours != theirs]
 
 
 class PrefillNews(NamedTuple):

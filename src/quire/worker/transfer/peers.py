@@ -18,13 +18,12 @@ from quire.worker.transfer.shared_memory import SharedMemory
 
 
 class BlockExports(Protocol):
-    """The side of a transport that shows blocks.
+    """The side of a transport that shows blocks."""
 
-    Attributes:
-        memory: from which the KV cache must be allocated; None for any memory of the device.
-    """
-
-    memory: SharedMemory | None
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Return the memory from which the KV cache must be allocated, or None for any memory of the device."""
+        ...
 
     def place(self, address: int) -> tuple[bytes, int]:
         """Return the handle of the memory at an address of this process, and the offset of the address in it."""

@@ -42,8 +42,12 @@ class BlockExporter(NoConnector):
         if request.status != "running" or full <= export.upto:
             return []
         pieces = []
+        # Of a group with a window only the last blocks are read. To keep others could take all blocks of the pool.
+        size = self._blocks.block_size
+        end_of_prompt = request.prompt_len // size * size
         for group, table in enumerate(request.tables):
-            first = max(export.upto, table.first)
+            first_read = self._blocks.groups[group].first_block(end_of_prompt, size)
+            first = max(export.upto, table.first, first_read)
             if blocks := table.blocks[first:full]:
                 self._blocks.pool.share(blocks)
                 export.held += blocks

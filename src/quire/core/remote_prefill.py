@@ -89,8 +89,8 @@ class RemotePrefill(NoConnector):
             return ""
         self._tried.add(request.id)
         if not self._submit(request, fetch):
+            # The fetch may have evicted what `match` found, so the request is matched again in the next step.
             self._give_up(_Open(fetch, -1))
-            return ""
         return "prefill"
 
     def _submit(self, request: Request, fetch: Fetch) -> bool:

@@ -86,7 +86,8 @@ def copies() -> dict[str, Any]:
     """Time copies from another process, and through host memory."""
     from quire.kernels.block_copy import BlockCopy
 
-    blocks, rng, rows = make_blocks(), random.Random(0), []
+    blocks, rng = make_blocks(), random.Random(0)
+    rows: list[dict[str, Any]] = []
     process = subprocess.Popen(
         [sys.executable, __file__, "--export"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -103,7 +104,8 @@ def copies() -> dict[str, Any]:
         mover = PeerMover(describe(blocks), reader, device_guard(GPU))
         mover.add_peer(0, -1, shared)
         for count in COUNTS:
-            order = TransferOrder(1, "pull", *(rng.sample(range(BLOCKS), count) for _ in range(2)))
+            sources, targets = (rng.sample(range(BLOCKS), count) for _ in range(2))
+            order = TransferOrder(1, "pull", sources, targets)
 
             def pull(mover: PeerMover = mover, order: TransferOrder = order) -> None:
                 mover.start([order])
@@ -153,10 +155,11 @@ def first_tokens(shape: str, lengths: list[int]) -> dict[str, Any]:
             "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "dtype": "bfloat16",
             "max_model_len": max(lengths) + 64, "kv_cache_memory": 4 << 30, "max_num_seqs": 64,
         }  # fmt: skip
-        for mode, settings in {
+        modes: dict[str, dict[str, Any]] = {
             "joint": {},
             "prefill:1,decode:1": {"disaggregate": "prefill:1,decode:1"},
-        }.items():
+        }
+        for mode, settings in modes.items():
             engine, _ = build_engine(EngineConfig(**base, **settings))
             rng = random.Random(0)
             for length in lengths:

@@ -176,20 +176,26 @@ def test_random_loads_agree_with_sequential_decoding() -> None:
 
 def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the prefill engine forget blocks as soon as it has shown them all."""
-    original = RemotePrefill._hear
+    original = FakePrefills.news
 
-    def hear(self: RemotePrefill, one: Any, news: PrefillNews) -> None:
-        original(self, one, news)
-        if news.ended:
-            self._engines.release(news.request_id)
+    def news(self: FakePrefills) -> list[PrefillNews]:
+        found = original(self)
+        for one in found:
+            if one.ended:
+                self.release(one.request_id)
+        return found
 
-    monkeypatch.setattr(RemotePrefill, "_hear", hear)
+    monkeypatch.setattr(FakePrefills, "news", news)
 
 
 def _break_showing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show blocks before their tokens are computed."""
-    original = BlockExporter._show
-    monkeypatch.setattr(BlockExporter, "_show", lambda self, one, end: original(self, one, one.prompt_len))
+    original = BlockExporter.retire
+
+    def retire(self: BlockExporter, rows: Any) -> Any:
+        return original(self, [(one, one.prompt_len) for one, _ in rows])
+
+    monkeypatch.setattr(BlockExporter, "retire", retire)
 
 
 def _break_cancelling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from triton import knobs
 from triton.runtime import driver, jit
 
 from quire.attention.triton import TritonAttention
-from quire.kernels import activation, batch, collective, ngram, norm, rope, sum_and_norm, two_trip
+from quire.kernels import activation, batch, block_copy, collective, ngram, norm, rope, sum_and_norm, two_trip
 from quire.kernels import target as targets
 from quire.kernels.attention import (
     expanded,
@@ -382,6 +382,8 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             header, 256, bool(drafts), ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
         )
     ngram.propose(tokens, column, header[:256, 0], ints(256), 5, 4)
+    for size in (4096, 3):  # in words and in bytes
+        block_copy.BlockCopy(CPU, [0, 0], [0, 0], [size, size])
 
 
 def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:

@@ -106,8 +106,8 @@ def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         base |= {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
         base |= {"max_model_len": args.prompt_len + args.tokens + 64}
     if args.device == "cpu":
-        return base | {"kv_cache_memory": 1 << 28, "cpu_threads": args.cpu_threads}
-    return base | {"kv_cache_memory": args.kv_cache_memory}
+        base |= {"kv_cache_memory": 1 << 28, "cpu_threads": args.cpu_threads}
+    return base
 
 
 def main() -> None:
@@ -124,7 +124,6 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=1500)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.5, help="seconds between prompts")
-    parser.add_argument("--kv-cache-memory", type=int, default=16 << 30, help="bytes of each engine on a GPU")
     parser.add_argument("--cpu-threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()

@@ -112,7 +112,8 @@ class Rank:
         self._link: Link = NO_LINK
         self._loading = ExitStack()
         self.exports: BlockExports | None = None
-        if exports is not None or config.num_prefills:
+        self._shares_device = exports is not None or config.num_prefills > 0
+        if self._shares_device:
             self._transport = pick_transport(config, self.device)
         if exports is not None:
             self.exports = open_exports(self._transport, exports, self.device)
@@ -159,6 +160,7 @@ class Rank:
             explicit_len=self._explicit_len,
             stage=self._stage,
             drafts=self._draft,
+            shares_gpu=self._shares_device,
         ).shortened()
         return self._memory.limits.max_model_len
 

@@ -118,6 +118,16 @@ def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
     assert "lower kv_cache_memory" in caplog.text
 
 
+@pytest.mark.parametrize("free", [40 << 30, 75 << 30])
+def test_engines_that_start_on_one_gpu_get_equal_shares_whoever_is_first(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (free, 100 << 30))
+    monkeypatch.setattr(sizing.torch.cuda, "memory_reserved", lambda device: 20 << 30)
+    memory = replace(planner(device=GPU, memory_utilization=0.45), shares_gpu=True)
+    assert memory.kv_budget(reserved=5 << 30) == pytest.approx((45 - 20 - 5) << 30, abs=9)
+
+
 def test_blocks_columns_and_a_step_that_fit_exactly_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, found = planner(device=GPU, kv_cache_memory=900 << 20), KVSize(900, 16, 1 << 20, 4096)
     columns = memory.column_bytes(4096)

@@ -35,6 +35,7 @@ def memory_planner(
     explicit_len: bool,
     stage: Stage = WHOLE,
     drafts: Sequence[DraftSource] = (),
+    shares_gpu: bool = False,
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
@@ -46,6 +47,7 @@ def memory_planner(
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
         stage: the layers that this rank holds.
         drafts: networks that draft, whose layers follow those of the model in its blocks.
+        shares_gpu: other engines of this deployment start on the same GPU.
     """
     limits = step_limits(config)
     layout = BlockLayout(
@@ -79,6 +81,7 @@ def memory_planner(
         layout=layout,
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
+        shares_gpu=shares_gpu,
         # Replicas on a CPU share its memory; on GPUs each has its own.
         memory_utilization=config.memory_utilization
         / (config.data_parallel_size if device.type == "cpu" else 1),

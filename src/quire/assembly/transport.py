@@ -17,17 +17,12 @@ def pick_transport(config: EngineConfig, device: torch.device) -> str:
     """Return the name of the transport.
 
     Raises:
-        ConfigError: if the device lacks it, or engines that share a GPU have no fixed size.
+        ConfigError: if the device lacks it.
     """
     fitting = "cuda-ipc" if device.type == "cuda" else "shared-memory"
     if config.kv_transport not in ("auto", fitting):
         raise ConfigError(
             f"kv_transport {config.kv_transport} does not suit device {device}; use {fitting} or auto"
-        )
-    if fitting == "cuda-ipc" and config.kv_cache_memory is None:
-        raise ConfigError(
-            "disaggregate on a GPU needs kv_cache_memory, the bytes of the KV cache of each engine, because engines "
-            "that share a GPU and start together cannot measure what is free; set kv_cache_memory"
         )
     return fitting
 

@@ -102,6 +102,7 @@ class MemoryPlanner:
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
     held: float = 1.0  # share of the weights that this rank holds
     draft_bytes: int = 0  # weights of the network that drafts, on this rank
+    shares_gpu: bool = False  # with engines that start now and divide memory_utilization among them
 
     def check_weights_fit(self) -> int:
         """Return the bytes of the weights, with those of the network that drafts.
@@ -131,6 +132,8 @@ class MemoryPlanner:
             return self.kv_cache_memory
         free, total = self._free_memory()
         if self.device.type == "cuda":
+            if self.shares_gpu:  # what the others have taken so far depends on who was faster
+                free = total - torch.cuda.memory_reserved(self.device)
             budget = int(free - reserved - (1 - self.memory_utilization) * total)
         else:
             budget = int((free - reserved) * self.memory_utilization / 2)

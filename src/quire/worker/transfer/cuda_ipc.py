@@ -5,7 +5,8 @@ maps these allocations (`cuIpcOpenMemHandle`), and a kernel copies blocks from t
 steps. Two engines may share a GPU. Nothing else crosses: a block is announced when the step that wrote it has ended, so
 no event has to be shared.
 
-The driver keeps mapped memory until the last process has closed it, also after the process that allocated it has died.
+Copies from a process that has just died rely on the driver to keep memory until the last process has closed it. CUDA's
+documentation does not promise that; tests/unit/test_peers.py checks it on a GPU.
 """
 
 from __future__ import annotations

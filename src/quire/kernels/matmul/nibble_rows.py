@@ -10,8 +10,6 @@ Columns are split and sums are finished as in packed.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ import triton.language as tl
 from quire.kernels.jit import kernel
 from quire.kernels.matmul.finish import finish
 from quire.kernels.matmul.packed import PackedTensors
+from quire.kernels.matmul.tiles import RowsTile, rows_tile_for
 from quire.kernels.target import target_of
 
 # A code in the last bits of 128 (bf16) or 1024 (fp16) gives their sum, of which the same and the zero are subtracted.
@@ -187,19 +186,6 @@ def word_order(x: torch.Tensor, half: int) -> torch.Tensor:
 _ORDER_BLOCK = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RowsTile:
-    """Sizes of a program of `nibble_rows`."""
-
-    block_n: int  # rows of the weight
-    block_m: int  # most rows of x
-    warps: int
-    stages: int
-    words: int = 64  # most words of a row of the weight per iteration
-    programs: int = 1  # per multiprocessor, up to which the columns are split; 0: no split
-    scale_w: bool = True  # whether the scales multiply the numbers of W rather than the sums
-
-
 def takes_rows(w: PackedTensors) -> bool:
     """Return whether `nibble_rows` multiplies with this weight."""
     return w.format == "int4" and w.offset is None and w.half >= 32
@@ -210,11 +196,11 @@ def nibble_rows(
     w: PackedTensors,
     bias: torch.Tensor | None,
     arrived: torch.Tensor,
-    tile: RowsTile,
     *,
     add: torch.Tensor | None = None,
     kind: str | None = None,
     ordered: bool = False,
+    tile: RowsTile | None = None,
 ) -> torch.Tensor:
     """Return the product of x and W: [rows, outputs].
 
@@ -223,20 +209,23 @@ def nibble_rows(
         w: the weight; `takes_rows` must hold.
         bias: [outputs of W], or None.
         arrived: int32 zeros, `MOST_TILES` of them; zero again when the kernel has ended.
-        tile: sizes of a program.
         add: added to the product, [rows, outputs].
         kind: activation of a gated MLP: the weight is gate|up and the result act(gate) * up.
         ordered: whether x is in the order of words.
+        tile: replaces the table's choice.
     """
     rows = x.shape[0]
     outputs = w.outputs if kind is None else w.outputs // 2
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     x = x if ordered else word_order(x, w.half)
     target = target_of(x.device)
+    tile = tile or rows_tile_for(rows, w.outputs, w.inputs)
     block_m = max(16, min(tile.block_m, triton.next_power_of_2(rows)))
+    word_bytes = 2 * tile.block_n + 4 * block_m * x.element_size()  # of shared memory per stage
     words = min(tile.words, w.half // 2)
-    step = 4 * words
-    row_tiles, steps = triton.cdiv(rows, block_m), w.inputs // step
+    while words > 16 and target.stages(words * word_bytes, 3) < 3:
+        words //= 2
+    row_tiles, steps = triton.cdiv(rows, block_m), w.inputs // (4 * words)
     tiles = triton.cdiv(w.outputs, tile.block_n)
     wanted = max(1, min(tile.programs * target.sms // (tiles * row_tiles), steps // 4, 16))
     if tiles * row_tiles > arrived.shape[0]:
@@ -248,13 +237,12 @@ def nibble_rows(
         parts = torch.empty(
             row_tiles * tiles * splits * tile.block_n * block_m, device=x.device, dtype=torch.float32
         )
-    stages = target.stages(tile.block_n * 2 * words + block_m * step * x.element_size(), tile.stages)
     pdl = target.has_dependent_launch
     _nibble_rows[(tiles, splits, row_tiles)](
         x, x if add is None else add, w.codes.view(torch.int16), w.scale, w.codes if w.zero is None else w.zero,
         w.codes if bias is None else bias, y, parts, arrived, rows, outputs, w.scale.shape[-1], each,
         K=w.inputs, GROUP=w.group, HALF=w.half, ZERO=w.zero is not None, ADD=add is not None, BIAS=bias is not None,
         KIND=kind or "", SPLIT=splits > 1, SCALE_W=tile.scale_w, BLOCK_M=block_m, BLOCK_N=tile.block_n,
-        WORDS=words, ASM=target.has_ptx, PDL=pdl, num_warps=tile.warps, num_stages=stages, launch_pdl=pdl,
+        WORDS=words, ASM=target.has_ptx, PDL=pdl, num_warps=tile.warps, num_stages=target.stages(words * word_bytes, tile.stages), launch_pdl=pdl,
     )  # fmt: skip
     return y

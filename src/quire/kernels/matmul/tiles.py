@@ -20,6 +20,19 @@ class PackedTile:
     block_m: int = 128  # most rows of x
 
 
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """Sizes of a program of `nibble_rows`."""
+
+    block_n: int  # rows of the weight
+    block_m: int  # most rows of x
+    warps: int
+    stages: int
+    words: int = 64  # most words of a row of the weight per iteration
+    programs: int = 1  # per multiprocessor, up to which the columns are split; 0: no split
+    scale_w: bool = True  # whether the scales multiply the numbers of W rather than the sums
+
+
 _NARROW = PackedTile(32, 128, 2, 5, 4)
 _DEEP = PackedTile(64, 128, 4, 5, 2)
 _SPLIT = PackedTile(64, 128, 4, 4, 4)
@@ -69,9 +82,23 @@ def rows_in_registers(format: str, rounds: bool, outputs: int) -> int:
     """
     if rounds:
         return 8
-    return 128 if outputs < _HEAD else 1024  # an unpacked head would take a gigabyte
+    if outputs < _HEAD:
+        return 256 if format == "int4" else 128
+    return 1024  # an unpacked head would take a gigabyte
 
 
 def rows_in_fp8(inputs: int) -> int:
     """Return the largest number of rows for which the kernel is faster than the library, for a weight in blocks."""
     return 64 if inputs > 8192 else 32
+
+
+ROWS_OF_CODES = 16  # largest number of rows for which `packed_product` is faster than `nibble_rows`
+
+
+def rows_tile_for(rows: int, outputs: int, inputs: int) -> RowsTile:
+    """Return the sizes of a program of `nibble_rows` for a weight [outputs, inputs]."""
+    if rows <= 32:
+        return RowsTile(128, 32, 8, 4, 64, 2)
+    if rows <= 64:
+        return RowsTile(128, 64, 8, 4, 64, 1)
+    return RowsTile(128, 128, 8, 4, 32, 1)

@@ -44,6 +44,8 @@ _LARGE = 64 << 20  # elements of a weight of which every program has a whole row
 _HEAD = 1 << 16  # outputs of the head of a language model, and more
 
 ANY_ROWS = 1 << 30
+# Largest number of rows of INT4 weights for `packed_product`; more take `nibble_rows`, which has not been timed yet.
+ROWS_OF_CODES = ANY_ROWS
 
 
 def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, grouped: bool) -> PackedTile:
@@ -82,9 +84,7 @@ def rows_in_registers(format: str, rounds: bool, outputs: int) -> int:
     """
     if rounds:
         return 8
-    if outputs < _HEAD:
-        return 256 if format == "int4" else 128
-    return 1024  # an unpacked head would take a gigabyte
+    return 128 if outputs < _HEAD else 1024  # an unpacked head would take a gigabyte
 
 
 def rows_in_fp8(inputs: int) -> int:
@@ -92,13 +92,13 @@ def rows_in_fp8(inputs: int) -> int:
     return 64 if inputs > 8192 else 32
 
 
-ROWS_OF_CODES = 16  # largest number of rows for which `packed_product` is faster than `nibble_rows`
-
-
 def rows_tile_for(rows: int, outputs: int, inputs: int) -> RowsTile:
-    """Return the sizes of a program of `nibble_rows` for a weight [outputs, inputs]."""
+    """Return the sizes of a program of `nibble_rows` for a weight [outputs, inputs].
+
+    They follow from shared memory and registers: two programs fit on a multiprocessor up to 64 rows.
+    """
     if rows <= 32:
-        return RowsTile(128, 32, 8, 4, 64, 2)
+        return RowsTile(128, 32, 8, 3, 64, 2)
     if rows <= 64:
-        return RowsTile(128, 64, 8, 4, 64, 1)
+        return RowsTile(128, 64, 8, 4, 32, 2)
     return RowsTile(128, 128, 8, 4, 32, 1)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from quire.kernels.matmul.gemv import gemv, norm_gemv
 from quire.kernels.matmul.nibble_gemv import nibble_gemv
+from quire.kernels.matmul.nibble_rows import nibble_rows
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -34,6 +35,7 @@ from quire.kernels.matmul.packed import (
 )
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.matmul.tiles import RowsTile
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm
 from quire.quant.few_rows import FewRowsMatmul
@@ -51,6 +53,9 @@ MORE = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 3, 1), T(128, 
         T(128, 128, 8, 3, 0, 256), T(128, 128, 8, 2, 0, 256), T(64, 128, 4, 3, 0, 256), T(256, 128, 8, 3, 1)]  # fmt: skip
 WITH_FP8 = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 4, 1), T(64, 128, 4, 5, 4), T(64, 256, 4, 4, 2),
             T(128, 256, 8, 3, 1), T(128, 128, 8, 4, 0, 256), T(128, 128, 8, 3, 2, 256)]  # fmt: skip
+R = RowsTile
+IN_WORDS = [R(64, 32, 4, 4, 64, 4), R(128, 32, 8, 4, 64, 2), R(128, 64, 8, 4, 64, 1), R(128, 64, 4, 4, 32, 2),
+            R(128, 128, 8, 4, 32, 1), R(256, 128, 8, 3, 32, 1), R(128, 256, 8, 3, 32, 1)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Task:
     format: str  # fp8, fp8-block, int8, int4, fp4
     shape: tuple[int, int]
     rows: int
-    tile: PackedTile
+    tile: PackedTile | RowsTile
     half: int = 0  # of the order of nibbles
     in_fp8: bool = False  # whether x is rounded
     fused: bool = (
@@ -71,6 +76,9 @@ class Task:
         t = self.tile
         if self.gemv >= 0:
             return f"{self.format} gemv {'fused ' * self.fused}n{self.gemv}"
+        if isinstance(t, RowsTile):
+            words = f"k{t.words} w{t.warps} s{t.stages} p{t.programs} m{t.block_m}"
+            return f"{self.format} in words half {self.half} n{t.block_n} {words}"
         flags = "x8 " * self.in_fp8 + "fused " * self.fused + (f"half {self.half} " if self.half else "")
         return f"{self.format} {flags}n{t.block_n} k{t.block_k} w{t.warps} s{t.stages} p{t.programs} m{t.block_m}"
 
@@ -86,6 +94,12 @@ def all_tasks(formats: list[str], row_counts: list[int]) -> list[Task]:
                 if rows <= (256 if four else 64):
                     chosen = tiles[1:4] if kind in ("int8", "fp4", "fp8-block") else tiles
                     tasks += [Task(kind, shape, rows, tile, half) for tile in chosen for half in halves]
+                if kind == "int4" and 16 <= rows <= 256:
+                    tasks += [
+                        Task(kind, shape, rows, tile, 128)
+                        for tile in IN_WORDS
+                        if tile.block_m <= max(rows, 32)
+                    ]
                 if kind in ("fp8", "fp8-block") and 16 <= rows <= 256:
                     tasks += [Task(kind, shape, rows, tile, in_fp8=True) for tile in WITH_FP8]
                 if rows <= 2 and kind != "fp4":
@@ -150,6 +164,8 @@ def product(task: Task, w: PackedTensors) -> torch.Tensor:
     x = inputs_for(task.rows, task.shape[1])
     if task.gemv >= 0:
         return matrix_vector(task, w, x)
+    if isinstance(task.tile, RowsTile):
+        return nibble_rows(x, w, None, counters(), tile=task.tile)
     options: dict[str, Any] = {"tile": task.tile}
     if task.in_fp8:
         codes, scales = rounded(task.rows, task.shape[1], task.format == "fp8-block")

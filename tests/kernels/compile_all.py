@@ -43,7 +43,7 @@ from quire.kernels.attention import (
 )
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
-from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
+from quire.kernels.matmul import gemv, grouped, nibble_gemv, nibble_rows, packed, rescale, round_fp8, unpack
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.state import conv, recurrence, selective_scan
@@ -280,6 +280,9 @@ def quantised(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             for rows in (1, 16, 64, 256):
                 x = torch.zeros(rows, inputs, dtype=dtype)
                 packed.packed_product(x, weight, None, arrived)
+                if nibble_rows.takes_rows(weight):
+                    nibble_rows.nibble_rows(x, weight, None, arrived)
+                    nibble_rows.nibble_rows(x, weight, None, arrived, kind=model.kind)
                 if outputs == 2 * model.intermediate:
                     packed.packed_product(x, weight, None, arrived, kind=model.kind)
                 if weight.format == "fp8" and target.capability >= 90:

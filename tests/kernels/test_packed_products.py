@@ -18,9 +18,11 @@ from quantised import FORMS, WeightMaker
 
 pytest.importorskip("triton")
 
+from quire.kernels.matmul.nibble_rows import nibble_rows, takes_rows, word_order
 from quire.kernels.matmul.packed import half_for, reorder_nibbles
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.matmul.tiles import RowsTile
 from quire.quant.forms import QuantisedWeight, unpack4
 from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
 
@@ -90,7 +92,9 @@ def test_fused_with_its_neighbours(form: str) -> None:
     numbers, bias, norm = weight.dequantised().to(DEVICE), values(outputs), values(inputs).float()
     multiply = product_of(weight, bias)
     assert isinstance(multiply, PackedCodesMatmul)
-    for rows in (1, 5):
+    if takes_rows(multiply.weight):
+        multiply.narrow_rows = 16
+    for rows in (1, 5, 33):
         tolerance = 2 * tolerance_of(form, rows)
         x, residual, beside = values(rows, inputs), values(rows, inputs).flip(0), values(rows, outputs)
         close(multiply.add(x, beside), F.linear(x.float(), numbers, bias.float()) + beside.float(), tolerance)
@@ -118,6 +122,39 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     spoilt = multiply(x)
     assert spoilt[0].isnan().all() and multiply(x[:1]).isnan().all()
     assert torch.equal(spoilt[1:], multiply(x[1:]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        RowsTile(64, 16, 4, 3, 16, 4),  # several tiles of rows, split columns
+        RowsTile(128, 64, 8, 3, 32, 0, scale_w=False),  # scales behind the product
+        RowsTile(64, 32, 4, 2, 64, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "form", ["int4 of 128, zeros", "int4 of 64, bf16", "int4 of 32, zeros", "int4 of a row"]
+)
+def test_tiles_for_many_rows(form: str, tile: RowsTile, shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    weight = FORMS[form](WeightMaker(outputs, inputs))
+    multiply = product_of(weight, None)
+    x = values(41, inputs)
+    got = nibble_rows(x, multiply.weight, None, multiply.arrived, tile=tile)
+    close(got, x.float() @ weight.dequantised().to(DEVICE).t())
+    assert torch.equal(nibble_rows(x, multiply.weight, None, multiply.arrived, tile=tile), got)
+    assert not multiply.arrived.any()
+    x[0, 5] = float("nan")
+    spoilt = nibble_rows(x, multiply.weight, None, multiply.arrived, tile=tile)
+    assert spoilt[0].isnan().all() and torch.equal(spoilt[1:], got[1:])
+
+
+def test_the_order_of_words_is_that_of_the_weight() -> None:
+    x = values(3, 256)
+    halves = word_order(x, 64).unflatten(1, (4, 2, 32))
+    assert torch.equal(halves.transpose(2, 3).flatten(1), x)
 
 
 @pytest.mark.parametrize("block", [False, True])

@@ -16,6 +16,7 @@ from quire.kernels.activation import gated
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
 from quire.kernels.matmul.nibble_gemv import nibble_gemv, takes_nibbles
+from quire.kernels.matmul.nibble_rows import nibble_rows, takes_rows
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -25,7 +26,7 @@ from quire.kernels.matmul.packed import (
 )
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
-from quire.kernels.matmul.tiles import ANY_ROWS, rows_in_fp8, rows_in_registers
+from quire.kernels.matmul.tiles import ANY_ROWS, ROWS_OF_CODES, rows_in_fp8, rows_in_registers
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.target import target_of
@@ -101,6 +102,7 @@ class PackedCodesMatmul(FusingMatmul):
         self.by_group = weight.scale_rows > 1
         self.rounds = self.rounding != "none" and target_of(weight.codes.device).capability >= 90
         self.most_in_registers = rows_in_registers(weight.format, self.rounds, weight.outputs)
+        self.narrow_rows = ROWS_OF_CODES if takes_rows(weight) else ANY_ROWS
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
         self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
@@ -160,7 +162,8 @@ class PackedCodesMatmul(FusingMatmul):
                 return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
         if rows <= self.most_in_registers:
-            return packed_product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
+            product = nibble_rows if rows > self.narrow_rows else packed_product
+            return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
         if self.rounds:
             codes, scales, _ = round_fp8(x, self.by_group, self.input_scale)
             return self.multiply_rounded(codes, scales, x.dtype, residual, kind)

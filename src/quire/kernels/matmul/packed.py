@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.activation import activate
 from quire.kernels.jit import kernel
 from quire.kernels.matmul.codes import numbers, scale_number
+from quire.kernels.matmul.finish import store_result, sum_splits
 from quire.kernels.matmul.tiles import PackedTile, tile_for
 from quire.kernels.target import target_of
 
@@ -81,7 +81,6 @@ def _packed(
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = K % STEP == 0
     tl.static_assert(EVEN or not FOUR)
-    dtype: tl.constexpr = y.dtype.element_ty
     tile, split = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -170,20 +169,7 @@ def _packed(
             if OFFSET:
                 acc += o[:, None] * tl.sum(b.to(tl.float32), 1)[None, :]
 
-    last = True
-    if SPLIT:
-        splits = tl.num_programs(1)
-        size: tl.constexpr = BLOCK_N * BLOCK_M
-        place = (tl.program_id(2) * tl.num_programs(0) + tile).to(tl.int64)
-        whole = parts + place * splits * size + r[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(whole + split * size, acc)
-        tl.debug_barrier()  # complete the program's stores before its arrival is counted
-        last = tl.atomic_add(arrived + place, 1, sem="acq_rel") == splits - 1
-        if last:
-            tl.store(arrived + place, 0)  # for the next launch
-            acc = tl.load(whole, cache_modifier=".cg")
-            for other in range(1, splits):
-                acc += tl.load(whole + other * size, cache_modifier=".cg")
+    last, acc = sum_splits(acc, parts, arrived, tile, split, SPLIT, BLOCK_M, BLOCK_N)
     if last:
         if GROUP == 0:
             acc *= scale_number(tl.load(from_scale), E8M0)[:, None]
@@ -191,21 +177,9 @@ def _packed(
             acc *= tl.load(row_factor + n)[:, None]
         if X_GROUP == K:
             acc *= tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :]
-        if BIAS:
-            acc += tl.load(bias + n).to(tl.float32)[:, None]
-        out = tile * OUTS + tl.arange(0, OUTS)
-        inside = (m < rows)[None, :] & (out < outputs)[:, None]
-        to = m[None, :].to(tl.int64) * outputs + out[:, None]
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, [OUTS, 2, BLOCK_M]), (0, 2, 1)))
-            gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-            result = activate(gate, KIND).to(dtype).to(tl.float32) * up
-        else:
-            result = acc
-        if ADD:
-            beside = tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
-            result = result.to(dtype).to(tl.float32) + beside
-        tl.store(y + to, result.to(dtype), mask=inside)
+        store_result(
+            acc, residual, bias, y, tile, m, n, rows, outputs, ADD, BIAS, KIND, BLOCK_M, BLOCK_N
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

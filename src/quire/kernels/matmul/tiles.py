@@ -20,6 +20,19 @@ class PackedTile:
     block_m: int = 128  # most rows of x
 
 
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """Sizes of a program of `nibble_rows`."""
+
+    block_n: int  # rows of the weight
+    block_m: int  # most rows of x
+    warps: int
+    stages: int
+    words: int = 64  # most words of a row of the weight per iteration
+    programs: int = 1  # per multiprocessor, up to which the columns are split; 0: no split
+    scale_w: bool = True  # whether the scales multiply the numbers of W rather than the sums
+
+
 _NARROW = PackedTile(32, 128, 2, 5, 4)
 _DEEP = PackedTile(64, 128, 4, 5, 2)
 _SPLIT = PackedTile(64, 128, 4, 4, 4)
@@ -31,6 +44,8 @@ _LARGE = 64 << 20  # elements of a weight of which every program has a whole row
 _HEAD = 1 << 16  # outputs of the head of a language model, and more
 
 ANY_ROWS = 1 << 30
+# Largest number of rows of INT4 weights for `packed_product`; more take `nibble_rows`, which has not been timed yet.
+ROWS_OF_CODES = ANY_ROWS
 
 
 def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, grouped: bool) -> PackedTile:
@@ -75,3 +90,15 @@ def rows_in_registers(format: str, rounds: bool, outputs: int) -> int:
 def rows_in_fp8(inputs: int) -> int:
     """Return the largest number of rows for which the kernel is faster than the library, for a weight in blocks."""
     return 64 if inputs > 8192 else 32
+
+
+def rows_tile_for(rows: int, outputs: int, inputs: int) -> RowsTile:
+    """Return the sizes of a program of `nibble_rows` for a weight [outputs, inputs].
+
+    They follow from shared memory and registers: two programs fit on a multiprocessor up to 64 rows.
+    """
+    if rows <= 32:
+        return RowsTile(128, 32, 8, 3, 64, 2)
+    if rows <= 64:
+        return RowsTile(128, 64, 8, 4, 32, 2)
+    return RowsTile(128, 128, 8, 4, 32, 1)

@@ -77,15 +77,12 @@ def _scan(
             time = tl.load(step + token * channels + channel, mask=has_channel & there, other=0.0)
             write = tl.load(b + token * N + component, mask=has_component & there, other=0.0)
             read = tl.load(c + token * N + component, mask=has_component & there, other=0.0)
-            values, times, writes, reads = (
-                values + (value,),
-                times + (time,),
-                writes + (write,),
-                reads + (read,),
-            )
-        for place in tl.static_range(
-            CHUNK
-        ):  # a token behind the last has a time step of 0, so the state stays
+            values = values + (value,)  # type: ignore[assignment]
+            times = times + (time,)  # type: ignore[assignment]
+            writes = writes + (write,)  # type: ignore[assignment]
+            reads = reads + (read,)  # type: ignore[assignment]
+        # A token behind the last has a time step of 0, so the state stays.
+        for place in tl.static_range(CHUNK):
             token, there = begin + place, begin + place < last
             value, time = values[place].to(tl.float32), times[place]
             write, read = writes[place].to(tl.float32), reads[place].to(tl.float32)

@@ -2,7 +2,7 @@
 
     python benchmarks/h200_table.py [--models Qwen3-0.6B ...] [--workloads nano ...] [--eager] [--out FILE]
 
-Models have random weights in their true shapes and run in bfloat16, in one process, with token ids in and out, without
+Models have random weights in their true shapes and run in bfloat16 (names ending in FP8: with FP8 weights), in one process, with token ids in and out, without
 an end-of-sequence stop, with max_model_len 4096 and otherwise default settings. Each figure is the better of two runs;
 the first run, its clock, power and energy per output token are shown beside it (the latter need nvidia-ml-py). The prompts of each run are new to the prefix cache; those of `prefix` share a prefix within a run. `startup` is a fresh
 process on a checkpoint that was just written. Sampled rows must reach 95 % of greedy ones. The floor is the least time
@@ -38,8 +38,9 @@ from quire.bench.startup import start_up
 
 SHAPES = {
     **TWO_SHAPES, "Llama-3.2-3B": LLAMA32_3B, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "Qwen3.5-4B": QWEN35_4B,
-    "Qwen3-Next-80B-A3B": QWEN3_NEXT,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT, "Qwen3-Next-80B-A3B-FP8": QWEN3_NEXT,
 }  # fmt: skip
+FORMATS = {"Qwen3-Next-80B-A3B-FP8": "fp8"}  # of converted weights; the others stay in bfloat16
 MODELS = ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B")
 SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 50}
 VOCAB = 100_000
@@ -150,7 +151,12 @@ def value_of(workload: str, figures: dict[str, Any]) -> float:
 
 
 def measure_model(results: Results, model: str, workloads: list[str], args: argparse.Namespace) -> None:
-    settings = {"skip_tokenizer_init": True, "max_model_len": 4096, **(EAGER if args.eager else {})}
+    settings = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "quantization": FORMATS.get(model, "auto"),
+    }
+    settings |= EAGER if args.eager else {}
     if "startup" in workloads:
         measure_start(results, model, settings)
     if not (loads := [name for name in workloads if name in WORKLOADS]):

@@ -224,6 +224,25 @@ def test_selective_scan(targets: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("channels", [7, pytest.param(5120, marks=pytest.mark.gpu)])
+def test_selective_scan_of_prompts(channels: int) -> None:
+    """Rows of several chunks, exactly one and none, with the states behind them."""
+    torch.manual_seed(6)
+    rows, tokens, depth = long_rows(), sum(LONG) + 3, 16
+    x, step = torch.randn(tokens, channels, device=DEVICE), torch.rand(tokens, channels, device=DEVICE)
+    a, d = -torch.rand(channels, depth, device=DEVICE), torch.randn(channels, device=DEVICE)
+    b, c = (torch.randn(tokens, depth, device=DEVICE) for _ in range(2))
+    first = make_states(channels, depth)
+    first[1] = float("nan")  # this row begins here too
+    second = first.clone()
+    want = selective_scan(x, step, a, b, c, d, first, rows)[: sum(LONG)]
+    got = scan.selective_scan(x, step, a, b, c, d, second, rows)[: sum(LONG)]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    used = [index for index, *_ in rows.spans()]
+    torch.testing.assert_close(second[used], first[used], rtol=1e-4, atol=1e-4)
+    assert want.isfinite().all()
+
+
 @pytest.mark.parametrize("cuts", [[150], [1, 1, 63, 64, 0, 21], [70, 80]])
 @pytest.mark.parametrize(("channel_gate", "delta"), [(False, False), (False, True), (True, True)])
 def test_chunks_follow_one_another(channel_gate: bool, delta: bool, cuts: list[int]) -> None:

@@ -4,7 +4,7 @@ A program owns a slice of the values of one head of one row, and keeps its part 
 through the chunks of the row in turn, in the form of layers/state/recurrence.py. With the delta rule, what tokens of a
 chunk do to each other has been computed for all chunks before (kernels/state/pairs.py), so a chunk takes five products
 and no triangular system. Decays and lengths multiply rows of the results in float32, so queries and keys enter the
-products without conversion.
+products without conversion. With a decay per channel of the key (kernels/state/channel_pairs.py) they enter decayed.
 
 Rows of few tokens are left to kernels/state/recurrence.py.
 """
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
+from quire.kernels.state.channel_pairs import relate_channels
 from quire.kernels.state.pairs import relate
 from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target, target_of
@@ -62,7 +63,8 @@ def _advance_chunks(
     gate,  # float32 [tokens, heads], strides g_token and g_head; read without DELTA
     solved,  # as in kernels/state/pairs.py; this and the next two are read with DELTA
     inner,
-    factors,
+    factors,  # with CHANNELS, `lost` of kernels/state/channel_pairs.py
+    ends,  # keys into the state, as q; read with CHANNELS, when q and k are decayed queries and keys too
     state,
     index,
     starts,
@@ -88,6 +90,7 @@ def _advance_chunks(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     UNIT: tl.constexpr,
     EACH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -123,12 +126,21 @@ def _advance_chunks(
             pair = (at[:, None] * heads + head) * CHUNK + place[None, :]
             system = tl.load(solved + pair, mask=there[:, None], other=0.0)
             among = tl.load(inner + pair, mask=there[:, None], other=0.0)
-            from_factors = factors + head.to(tl.int64) * tokens + at
-            of_q = tl.load(from_factors, mask=there, other=0.0)
-            of_k = tl.load(from_factors + stride, mask=there, other=0.0)
-            kept = tl.load(from_factors + 2 * stride, mask=there, other=0.0)
-            lost = tl.load(factors + 3 * stride + head.to(tl.int64) * tokens + begin)
-            known = tl.dot(b, before, input_precision="ieee") * of_k[:, None]
+            if CHANNELS:
+                slot = first // CHUNK + row + number
+                lost = tl.load(
+                    factors + (slot.to(tl.int64) * heads + head) * K + key, mask=key < K, other=0.0
+                )[:, None]
+                into = (at[:, None] * heads + head) * K + key[None, :]
+                keys = tl.trans(tl.load(ends + into, mask=there[:, None] & has_key, other=0.0))
+                known = tl.dot(b, before, input_precision="ieee")
+            else:
+                from_factors = factors + head.to(tl.int64) * tokens + at
+                of_q = tl.load(from_factors, mask=there, other=0.0)
+                of_k = tl.load(from_factors + stride, mask=there, other=0.0)
+                kept = tl.load(from_factors + 2 * stride, mask=there, other=0.0)
+                lost = tl.load(factors + 3 * stride + head.to(tl.int64) * tokens + begin)
+                known = tl.dot(b, before, input_precision="ieee") * of_k[:, None]
             new = tl.dot(system, (new.to(tl.float32) - known).to(kind), input_precision="ieee").to(kind)
         else:
             decays = tl.load(gate + at * g_token + head * g_head, mask=there, other=0.0)
@@ -143,13 +155,16 @@ def _advance_chunks(
                 among = among * one_q[:, None] * one_k[None, :]
                 of_q, kept = of_q * one_q, kept * one_k
             among = tl.where(place[:, None] >= place[None, :], among * between, 0.0).to(kind)
-        read = tl.dot(a, before, input_precision="ieee") * of_q[:, None]
+        read = tl.dot(a, before, input_precision="ieee")
+        if not CHANNELS:
+            read = read * of_q[:, None]
         read = tl.dot(among, new, read, input_precision="ieee")
         tl.store(
             to + at[:, None] * (heads * V), read.to(out.dtype.element_ty), mask=there[:, None] & has_value
         )
-        kept_new = (new.to(tl.float32) * kept[:, None]).to(kind)
-        matrix = tl.dot(keys, kept_new, matrix * lost, input_precision="ieee")
+        if not CHANNELS:
+            new = (new.to(tl.float32) * kept[:, None]).to(kind)
+        matrix = tl.dot(keys, new, matrix * lost, input_precision="ieee")
     target = own
     if EACH:
         target = tl.load(targets + last - 1).to(tl.int64)
@@ -171,23 +186,29 @@ def advance_chunks(
 ) -> None:
     """Advance the states of rows with more than `short` tokens, and write what their tokens read to `out`.
 
-    The other arguments are those of `recurrence`, with a decay per head and one dtype for queries, keys and values. Of
-    the targets, only that of a row's last token counts: rows of drafts, which have more, must be short.
+    The other arguments are those of `recurrence`, with one dtype for queries, keys and values, and the delta rule if
+    decays are per channel. Of the targets, only that of a row's last token counts: rows of drafts, which have more, must be short.
     """
     assert q.dtype == k.dtype == v.dtype
+    channels, ratio = gate.dim() == 3, v.shape[1] // q.shape[1]
     (tokens, heads, width), depth = v.shape, q.shape[-1]
     k_pad = max(triton.next_power_of_2(depth), 16)
     values = heads * width * long_rows(rows, tokens, short)
     tile = tile_for(target_of(v.device), v.element_size(), values, beta is not None)
     block_v = min(tile.values, max(triton.next_power_of_2(width), 16))
-    solved = inner = factors = gate
-    if beta is not None:
+    solved = inner = factors = ends = gate
+    if channels:
+        assert beta is not None
+        decayed = relate_channels(q, k, gate, beta, rows, scale, unit, short, tile.chunk)
+        solved, inner, factors = decayed.solved, decayed.inner, decayed.lost
+        (q, k, ends), ratio = decayed.decayed, 1
+    elif beta is not None:
         pairs = relate(q, k, gate, beta, rows, scale, unit, short, tile.chunk)
         solved, inner, factors = pairs.solved, pairs.inner, pairs.factors
     _advance_chunks[(triton.cdiv(width, block_v), heads, len(rows.index))](
-        q, k, v, gate, solved, inner, factors, state, rows.index, rows.starts, rows.fresh,
-        rows.starts if rows.targets is None else rows.targets, out, scale, tokens, heads, heads // q.shape[1], short,
+        q, k, v, gate, solved, inner, factors, ends, state, rows.index, rows.starts, rows.fresh,
+        rows.starts if rows.targets is None else rows.targets, out, scale, tokens, heads, ratio, short,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), gate.stride(0), gate.stride(1),
-        K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, CHUNK=tile.chunk, DELTA=beta is not None, UNIT=unit,
-        EACH=rows.targets is not None, STAGES=tile.stages, num_warps=tile.warps,
+        K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, CHUNK=tile.chunk, DELTA=beta is not None,
+        CHANNELS=channels, UNIT=unit, EACH=rows.targets is not None, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

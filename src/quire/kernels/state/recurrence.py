@@ -2,8 +2,7 @@
 
 A program owns a slice of the values of one head of one row. It reads its part of the state once, advances it by all
 tokens of the row in registers, and writes it once: 8 bytes per number of the state and row, however many tokens. With
-few tokens per row that is the limit. Prompts go to kernels/state/chunks.py, unless the decay is per channel of the key:
-then a prompt of n tokens takes n dependent steps.
+few tokens per row that is the limit. Prompts go to kernels/state/chunks.py.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def recurrence(
         beta = beta.contiguous()
     k_pad = triton.next_power_of_2(depth)
     most = tokens
-    if not (channels or rows.short_only):
+    if not rows.short_only and (beta is not None or not channels):
         most = max(chunks.SHORT, rows.most)
         chunks.advance_chunks(q, k, v, gate, beta, state, rows, scale, unit, most, out)
     block_v = min(triton.next_power_of_2(width), max(4096 // k_pad, 8))  # 16 KiB of state per program

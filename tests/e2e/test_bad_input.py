@@ -166,9 +166,8 @@ def interruptible(command: list[str]) -> subprocess.Popen[str]:
 
 def test_interruption_ends_cleanly(folder: Path) -> None:
     process = interruptible(generate(folder, "x", "--max-tokens", "250", "--ignore-eos", "--n", "60"))
-    while (
-        psutil.Process(process.pid).cpu_times().user < 2
-    ):  # not a time: Python may start slowly on busy cores
+    # Processor time, because Python may start slowly on busy cores; a fast one may be done before.
+    while process.poll() is None and psutil.Process(process.pid).cpu_times().user < 2:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)

@@ -187,7 +187,10 @@ def test_a_row_does_not_depend_on_the_others(
     x = values(16, inputs, **kind)
     whole = matmul(x)
     for rows in range(matmul.fused_rows + 1, 16, 1 if device != CPU else 6):
-        assert torch.equal(matmul(x[:rows]), whole[:rows])
+        got = matmul(x[:rows])
+        assert_close(got, whole[:rows])
+        # The interpreter's product is the CPU library's, which adds in another order for another shape.
+        assert device == CPU or torch.equal(got, whole[:rows])
     assert all(torch.equal(matmul(x), whole) for _ in range(20 if device != CPU else 1))
 
 

@@ -26,7 +26,7 @@ from quire.kernels.matmul.packed import (
 )
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
-from quire.kernels.matmul.tiles import ANY_ROWS, ROWS_OF_CODES, rows_in_fp8, rows_in_registers
+from quire.kernels.matmul.tiles import ANY_ROWS, NARROW_ROWS, rows_in_fp8, rows_in_registers
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.target import target_of
@@ -101,8 +101,8 @@ class PackedCodesMatmul(FusingMatmul):
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
         self.rounds = self.rounding != "none" and target_of(weight.codes.device).capability >= 90
-        self.most_in_registers = rows_in_registers(weight.format, self.rounds, weight.outputs)
-        self.narrow_rows = ROWS_OF_CODES if takes_rows(weight) else ANY_ROWS
+        self.narrow_rows = NARROW_ROWS if takes_rows(weight) else ANY_ROWS
+        self.most_in_registers = rows_in_registers(self.rounds, weight.outputs, takes_rows(weight))
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
         self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.

@@ -147,6 +147,25 @@ def test_a_server_that_sheds_knows_how_much_of_a_prompt_is_cached(count: int) ->
     play(count, scene, sheds=True)
 
 
+def test_a_burst_of_equal_prompts_counts_once() -> None:
+    prompt = list(range(100, 229))
+
+    async def scene(front: Front) -> None:
+        for name in ("x", "y"):
+            first = front.submit(name, n=2 * SLOTS, client="busy")
+        early = EngineJob(first.state, [EngineRequest("", prompt, SamplingParams())], b"")
+        early.names = front.set.block_names(early.requests[0])
+        assert front.set.cached_tokens(early.names) == 0
+        front.submit("a", prompt, client="busy")  # no replica has room, so it waits for its turn
+        assert all("a" not in process.added for process in front.processes)
+        early.expect_cached(front.set.cached_tokens(early.names))
+        assert early.requests[0].likely_cached == 128 and early.frames
+        front.set.abort(["a"])
+        assert front.set.cached_tokens(early.names) == 0, "nobody computes it any more"
+
+    play(2, scene, sheds=True)
+
+
 def test_a_popular_prefix_spreads_when_its_replica_is_busy() -> None:
     async def scene(front: Front) -> None:
         prompt = list(range(1000))

@@ -110,25 +110,26 @@ class Blocks:
         """
         if self._windowed:
             self.trim(request)
-        size, counts = self._block_size, []
+        size, tables, slot = self._block_size, request.tables, request.slot
         needed = -(-tokens // size)
-        for group, table in zip(self.groups, request.tables):
+        lacking, total = [], 0  # index and number of blocks of the tables that are too short
+        for index, group in enumerate(self.groups):
+            end, table = needed, tables[index]
             # A table without a window has had the blocks of all known tokens since the admission.
-            end = (
-                needed if group.window is None else max(needed, self._end(group, table.first, request.known))
-            )
-            counts.append(max(end - len(table.blocks), 0))
-        total = sum(counts)
+            if group.window is not None:
+                end = max(needed, self._end(group, table.first, request.known))
+            if (count := end - len(table.blocks)) > 0:
+                lacking.append((index, count))
+                total += count
         if total > self.pool.num_free:
             return None
         added = []
-        for index, (table, count) in enumerate(zip(request.tables, counts)):
-            if count:
-                fresh = self.pool.take(count)
-                added.append(NewBlocks(request.slot, index, len(table.blocks), fresh))
-                table.blocks += fresh
+        for index, count in lacking:
+            blocks, fresh = tables[index].blocks, self.pool.take(count)
+            added.append(NewBlocks(slot, index, len(blocks), fresh))
+            blocks += fresh
         request.num_blocks += total
-        request.room = min([len(table.blocks) for table in request.tables]) * size
+        request.room = min([len(table.blocks) for table in tables]) * size
         return added
 
     def publish(self, request: Request) -> Sequence[int]:
@@ -150,6 +151,12 @@ class Blocks:
                 self.pool.release(table.blocks[table.first : first])
                 request.num_blocks -= first - table.first
                 table.first = first
+
+    def trim_all(self, requests: Iterable[Request]) -> None:
+        """Trim several requests. Does nothing without a window, as in most models."""
+        if self._windowed:
+            for request in requests:
+                self.trim(request)
 
     # ------------------------------------------------------------------------------- end
 

@@ -107,8 +107,8 @@ class RowPlacer:
         needed = -(-ends[lacking] // blocks.block_size) - room[lacking] // blocks.block_size
         if int(needed.sum()) * len(blocks.groups) > blocks.pool.num_free:
             return False
-        for i in lacking.tolist():
-            added = blocks.grow(rows.requests[i], int(ends[i]))
+        for i, end in zip(lacking.tolist(), ends[lacking].tolist()):
+            added = blocks.grow(rows.requests[i], end)
             assert added is not None, "too few blocks, though they were counted"
             builder.new_blocks += added
         return True

@@ -222,8 +222,7 @@ class Scheduler:
 
     def _finish_plan(self, builder: PlanBuilder) -> ScheduledStep:
         """Build the plan, append its record to the log, and queue it as the newest step in flight."""
-        for request in builder.filled:
-            self.blocks.trim(request)
+        self.blocks.trim_all(builder.filled)
         self.blocks.snapshots.end_step(builder.copies)
         plan = builder.plan()
         if plan.total_tokens == builder.num_rows:  # one token each

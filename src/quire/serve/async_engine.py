@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.config import EngineConfig
-from quire.frontend.client import ipc as msg
-from quire.frontend.client.channel import frame
 from quire.frontend.length import check_room, first_tokens, last_tokens
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
@@ -33,7 +31,7 @@ from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.observe.account import RequestAccounts
-from quire.serve.replicas.job import EngineJob
+from quire.serve.replicas.job import EngineJob, encode_requests
 from quire.serve.replicas.replica_set import ReplicaSet
 from quire.serve.settings import ServeConfig
 from quire.types import (
@@ -153,6 +151,8 @@ class AsyncEngine:
                 admission.prepared(choices)
             self._raise_if_dead()
             tokens = sum(p.prompt_tokens for p in prepared)
+            for one in prepared:
+                one.expect_cached(self.replicas.cached_tokens(one.names))
             uncached = sum(p.uncached_tokens for p in prepared)
             forecast_s = admission.pass_on(client, choices, tokens, uncached, self._target_ttft_s(prepared))
         except BaseException:
@@ -235,9 +235,8 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
-        frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
         state = RequestState(name, text, requests, self.tokenizer, arrival_s)
-        return EngineJob(state, requests, frames, names)
+        return EngineJob(state, requests, encode_requests(requests), names)
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
         """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""

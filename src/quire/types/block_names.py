@@ -37,11 +37,11 @@ class BlockNames:
             count: number of names wanted.
         """
         size, secret = self.block_size, self._secret
-        while len(names) < count:
-            start = len(names) * size
-            parent = names[-1] if names else salt.encode()
+        name = names[-1] if names else salt.encode()
+        for start in range(len(names) * size, count * size, size):
             piece = tokens[start : start + size].tobytes()
-            names.append(blake2b(parent + b"|" + piece, digest_size=16, key=secret).digest())
+            name = blake2b(name + b"|" + piece, digest_size=16, key=secret).digest()
+            names.append(name)
 
     def short_names(self, salt: str, prompt: list[int]) -> list[bytes]:
         """Return the short names of the blocks that a prompt may find in a cache: all full ones before its last token."""

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.channel import frame
 from quire.types import EngineRequest
 
 if (
     TYPE_CHECKING
 ):  # it imports the libraries of tokenizers, and engine processes start before those are needed
     from quire.frontend.output import RequestState
+
+
+def encode_requests(requests: Iterable[EngineRequest]) -> bytes:
+    """Return the messages that add the requests to an engine."""
+    return b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
+
+
+class ExpectedBlocks:
+    """The short names of the blocks that open jobs are to compute."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()  # jobs by name; no zeros
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._counts
+
+    def add(self, job: EngineJob) -> None:
+        """Add the blocks of a job."""
+        self._counts.update(job.names)
+
+    def remove(self, job: EngineJob) -> None:
+        """Remove the blocks of a job, except those that another job is to compute."""
+        self._counts.subtract(job.names)
+        for name in job.names:
+            if not self._counts[name]:
+                del self._counts[name]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +82,12 @@ class EngineJob:
     def uncached_tokens(self) -> int:
         """Return the prompt tokens that are probably to be computed: the choices after the first find its blocks."""
         return self.prompt_tokens - self.requests[0].likely_cached
+
+    def expect_cached(self, tokens: int) -> None:
+        """Raise the cached prompt tokens of the first choice to `tokens`: other jobs have come since this one was made."""
+        if tokens > self.requests[0].likely_cached:
+            self.requests[0] = replace(self.requests[0], likely_cached=tokens)
+            self.frames = encode_requests(self.requests)
 
     @property
     def generated_tokens(self) -> int:

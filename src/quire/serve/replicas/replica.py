@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal
 
 from quire.frontend.client import ipc as msg
 from quire.serve.engine_heartbeat import Heartbeat
 from quire.serve.engine_process_client import EngineProcess
-from quire.serve.replicas.job import EngineJob
+from quire.serve.replicas.job import EngineJob, ExpectedBlocks
 from quire.serve.replicas.sums import add_figures
 from quire.types import EngineDead, EngineInfo, EngineLoad, Figures
 from quire.types.block_names import NameChanges, split_names
@@ -45,7 +45,7 @@ class Replica:
         self.jobs: dict[str, EngineJob] = {}  # by the id of each request that is open here
         self._by_priority: Counter[int] = Counter()  # open requests
         self._cached: set[bytes] = set()  # short names of blocks that the engine can find
-        self._expected: Counter[bytes] = Counter()  # those of open jobs, whose blocks may not be computed yet
+        self._expected = ExpectedBlocks()  # those of open jobs, whose blocks may not be computed yet
         self._questions: dict[type, deque[asyncio.Future[Any]]] = {msg.Stats: deque(), msg.Live: deque()}
         self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), process.cpu_s)
 
@@ -84,7 +84,7 @@ class Replica:
             self.jobs[name] = job
         self.sent += len(job.requests)
         self._by_priority[job.priority] += len(job.requests)
-        self._expected.update(job.names)
+        self._expected.add(job)
         self.process.send_frames(job.frames)
 
     def end(self, request_id: str) -> EngineJob | None:
@@ -97,19 +97,21 @@ class Replica:
         if not self._by_priority[job.priority]:
             del self._by_priority[job.priority]
         if not job.open_ids:
-            self._expected.subtract(job.names)
-            for name in job.names:
-                if not self._expected[name]:
-                    del self._expected[name]
+            self._expected.remove(job)
         return job
 
     # ------------------------------------------------------------------------------------- cache
 
-    def cached_blocks(self, names: list[bytes]) -> int:
-        """Return the number of blocks at the beginning of a prompt that are cached here or about to be."""
+    def cached_blocks(self, names: list[bytes], awaited: Container[bytes] = ()) -> int:
+        """Return the number of blocks at the beginning of a prompt that are cached here or about to be.
+
+        Args:
+            names: the names of the blocks.
+            awaited: names that count as cached too.
+        """
         cached, expected = self._cached, self._expected
         for count, name in enumerate(names):
-            if name not in cached and name not in expected:
+            if name not in cached and name not in expected and name not in awaited:
                 return count
         return len(names)
 
@@ -155,6 +157,6 @@ class Replica:
             if not future.done():
                 future.set_exception(EngineDead(cause))
         self.jobs, self.load = {}, EngineLoad()
-        self._cached, self._expected, self._by_priority = set(), Counter(), Counter()
+        self._cached, self._expected, self._by_priority = set(), ExpectedBlocks(), Counter()
         self.sent = 0
         return jobs

@@ -169,12 +169,14 @@ class ReplicaSet:
     def cached_tokens(self, names: list[bytes]) -> int:
         """Return the tokens at the beginning of a prompt that a replica has cached or is about to. Thread-safe.
 
+        Prompts that wait for their turn count as about to be cached, so a burst of equal prompts counts once.
         A model with states can only go on from a snapshot, of which nothing is known here, so nothing counts as cached.
         """
         serving = self._serving
         if not names or not serving or serving[0].info.state_bytes:
             return 0
-        return serving[0].info.block_size * max(replica.cached_blocks(names) for replica in serving)
+        awaited = self._turns.expected
+        return serving[0].info.block_size * max(replica.cached_blocks(names, awaited) for replica in serving)
 
     def submit(self, job: EngineJob) -> None:
         """Send a job to a replica when it is its turn."""

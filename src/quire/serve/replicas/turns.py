@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from quire.serve.replicas.job import EngineJob
+from quire.serve.replicas.job import EngineJob, ExpectedBlocks
 
 
 class ClientTurns:
@@ -17,6 +17,7 @@ class ClientTurns:
 
     def __init__(self) -> None:
         self._lines: dict[str, list[tuple[int, int, EngineJob]]] = {}  # heaps of (priority, number, job)
+        self.expected = ExpectedBlocks()  # of the waiting jobs
         self._waiting: dict[str, EngineJob] = {}  # by the id of each request; jobs not in here were removed
         self._open: Counter[str] = Counter()  # requests on replicas by client; no zeros
         self._weights: dict[str, float] = {}  # of the clients that have requests
@@ -35,6 +36,7 @@ class ClientTurns:
         self._weights[client] = job.weight
         heapq.heappush(self._lines.setdefault(client, []), (job.priority, job.number, job))
         self._waiting.update((request.id, job) for request in job.requests)
+        self.expected.add(job)
 
     def _lift(self, client: str) -> None:
         """Raise the counter of a client that returns to the lowest of the others: absence earns no credit."""
@@ -48,6 +50,7 @@ class ClientTurns:
         if job is not None:
             for request in job.requests:
                 del self._waiting[request.id]
+            self.expected.remove(job)
             self._drop_removed(job.client)
         return job
 

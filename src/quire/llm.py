@@ -20,6 +20,7 @@ from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
 from quire.frontend.progress import ProgressBar
+from quire.frontend.prompt_batch import as_batch, per_prompt, text_of
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.start import start_engine
 from quire.types import (
@@ -124,8 +125,8 @@ class LLM:
             StepFailed: if a step ran out of memory, or the model's output was not finite.
             EngineDead: if the engine stopped; every later call raises it, too.
         """
-        batch = _as_batch(prompts)
-        states = self._submit(batch, _per_prompt(sampling_params, len(batch), "sampling_params"), priority)
+        batch = as_batch(prompts)
+        states = self._submit(batch, per_prompt(sampling_params, len(batch), "sampling_params"), priority)
         self._finish(states, use_tqdm)
         return [state.output() for state in states]
 
@@ -239,7 +240,7 @@ class LLM:
         pooling = pooling or default_pooling(locate_model(self.config.model, self.config.revision).path)
         if pooling not in ("mean", "last"):
             raise RequestError(f"pooling must be mean or last, got {pooling!r}", param="pooling")
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         states = self._submit(batch, [params] * len(batch), None, pooling)
         self._finish(states, use_tqdm)
@@ -329,7 +330,7 @@ class LLM:
     ) -> list[RequestState]:
         """Check all prompts, then queue them all, so that an invalid prompt leaves no other one running."""
         priorities = (
-            _per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
+            per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
         )
         states: list[RequestState] = []
         requests: list[EngineRequest] = []
@@ -341,7 +342,7 @@ class LLM:
             except RequestError as error:
                 message = f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)
                 raise RequestError(message, param=error.param, code=error.code) from None
-            states.append(RequestState(name, _text_of(prompt), engine_requests, self._tokenizer))
+            states.append(RequestState(name, text_of(prompt), engine_requests, self._tokenizer))
             requests += engine_requests
         for text in dict.fromkeys(text for state in states for text in state.warnings):
             warnings.warn(text, stacklevel=4)
@@ -393,27 +394,3 @@ class LLM:
     def _take_changed(self, keys: set[int]) -> list[RequestState]:
         """Return the requests with these `id()`s that changed since the last call."""
         return [self._changed.pop(key) for key in [key for key in self._changed if key in keys]]
-
-
-def _as_batch(prompts: Any) -> Sequence[Prompt]:
-    """Wrap a single prompt (a string, a mapping or a list of integers) in a list."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
-        return [prompts]
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _per_prompt(given: Any, count: int, name: str) -> list[Any]:
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(
-            f"{name} has {len(given)} entries for {count} prompts: give one for all or one per prompt",
-            param=name,
-        )
-    return list(given)
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    return prompt.get("prompt") if isinstance(prompt, Mapping) else None

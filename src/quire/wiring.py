@@ -88,16 +88,34 @@ def wire_engine(
     snapshots: Snapshots = NoSnapshots()
     if config.prefix_caching:
         if has_states:
-            policy_of_snapshots = _snapshot_policy(config, block_size)
-            snapshots = SnapshotPool(num_snapshots, block_size, evictor(), policy_of_snapshots)
+            places = _snapshot_policy(config, block_size)
+            snapshots = SnapshotPool(num_snapshots, block_size, evictor(), places)
         cache = HashPrefixCache(pool, block_size, groups, secret, journal, snapshots)
-    choices = Policy(
+    limits = _limits(config, max_model_len, block_size, drafts)
+    log = StepLog() if log is None else log
+    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
+    whole = [index for index, group in enumerate(groups) if group.window is None]
+    shared: SharedPrefix = NoSharedPrefix()
+    if shares_prefix and whole:
+        shared = CommonBlocks(block_size, whole[0])
+    connector = None
+    if connect is not None and isinstance(cache, HashPrefixCache):
+        connector = connect(blocks, cache, log.totals)
+    depths, prompts = _draft_depth(config, drafts), _prompt_budget(config, limits)
+    scheduler = Scheduler(blocks, _policy(config), limits, log, shared, depths, prompts, connector)
+    return Engine(scheduler, executor, grammar, queue_depth(config), log, config.check_invariants, journal)
+
+
+def _policy(config: EngineConfig) -> Policy:
+    return Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
         chunk=policy.chunked if config.chunked_prefill else policy.whole,
     )
-    depth = queue_depth(config)
-    limits = SchedulerLimits(
+
+
+def _limits(config: EngineConfig, max_model_len: int, block_size: int, drafts: int) -> SchedulerLimits:
+    return SchedulerLimits(
         max_num_seqs=config.max_num_seqs or 1,
         max_num_batched_tokens=config.max_num_batched_tokens or 1,
         max_model_len=max_model_len,
@@ -109,18 +127,6 @@ def wire_engine(
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
         targets=RequestTargets.of_ms(config.target_itl, config.target_ttft),
     )
-    log = StepLog() if log is None else log
-    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
-    whole = [index for index, group in enumerate(groups) if group.window is None]
-    shared: SharedPrefix = NoSharedPrefix()
-    if shares_prefix and whole:
-        shared = CommonBlocks(block_size, whole[0])
-    connector = None
-    if connect is not None and isinstance(cache, HashPrefixCache):
-        connector = connect(blocks, cache, log.totals)
-    depths, prompts = _draft_depth(config, drafts), _prompt_budget(config, limits)
-    scheduler = Scheduler(blocks, choices, limits, log, shared, depths, prompts, connector)
-    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
 
 
 def _prompt_budget(config: EngineConfig, limits: SchedulerLimits) -> PromptBudget:

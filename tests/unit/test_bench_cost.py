@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.attention.expansion_rule import ExpansionRule
 from quire.bench.cost import Cost, CostModel, Machine
 from quire.bench.metrics import limits
 from quire.core.steplog import StepRecord
@@ -89,6 +90,37 @@ def test_latent_attention(data: Path) -> None:
     assert cost.matrix_bytes == pytest.approx(2 * 2.45e9, rel=0.01)  # of the 15.7e9 parameters, for one token
     names = [p.name for p in model.products([("a", 0, 1)])][:5]
     assert names == ["q, kv_a", "absorb", "values", "o", "gate_up"]
+
+
+def test_latent_rows_are_counted_in_the_form_that_the_rule_picks(data: Path) -> None:
+    """A long prompt expands; the last token of another request and a short chunk behind a long past do not."""
+    config = json.loads((data / "configs" / "presets" / "deepseek_v2_lite.json").read_text())
+    spec = ModelSpec.from_config({**config, "q_lora_rank": None})
+    expanding = CostModel(spec, info(spec, "bfloat16"), ExpansionRule(16, 512, 128, 128))
+    absorbing = CostModel(spec, info(spec, "bfloat16"))
+    prompt, decoding, chunk = ("a", 100, 400), ("b", 1023, 1), ("c", 1000, 100)
+    pairs = 400 * 100 + 400 * 401 // 2
+    heads, kv_b = 27 * 16, 16 * (128 + 128) * 512
+
+    def conversions(model: CostModel, *rows: tuple[str, int, int]) -> dict[str, tuple[float, float]]:
+        """Return bytes and operations by product, of the first layer."""
+        return {p.name: (p.bytes, p.flops) for p in model.products(rows)[1:4] if p.name != "o"}
+
+    alone = expanding.step([prompt])
+    assert alone.attention_flops == 2 * heads * (128 + 64 + 128) * pairs
+    assert absorbing.step([prompt]).attention_flops == 2 * heads * (576 + 512) * pairs
+    assert alone.attention_bytes == absorbing.step([prompt]).attention_bytes
+    assert conversions(expanding, prompt)["expand"] == (2 * kv_b, 2 * kv_b * 500)
+    half = kv_b // 2
+    absorbed = {"absorb": (2 * half, 2 * half * 400), "values": (2 * half, 2 * half * 400)}
+    assert conversions(absorbing, prompt) == absorbed
+    for row in (decoding, chunk):
+        assert expanding.step([row]) == absorbing.step([row])
+    mixed = expanding.step([prompt, decoding])
+    assert mixed.attention_flops == 2 * heads * ((128 + 64 + 128) * pairs + (576 + 512) * 1024)
+    assert conversions(expanding, prompt, decoding) == {
+        "absorb": (2 * half, 2 * half), "values": (2 * half, 2 * half), "expand": (0, 2 * kv_b * 500),
+    }  # fmt: skip
 
 
 def test_the_floor_is_the_sum_of_two_roofs() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeProcess
-from quire.config import EngineConfig, replica_config
+from quire.config import EngineConfig
 from quire.core.cache_journal import NameJournal
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import frame
+from quire.frontend.client.replica_config import replica_config
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.serve.replicas import replica_set
 from quire.serve.replicas.job import EngineJob

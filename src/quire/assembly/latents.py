@@ -7,7 +7,7 @@ import torch
 from quire.attention.base import AttentionBackend
 from quire.attention.expanded_reference import ExpandedReference
 from quire.attention.expanding import ExpandingAttention
-from quire.attention.expansion_rule import GPU_LEAST_SAVED, ExpansionRule
+from quire.attention.expansion_rule import GPU_LEAST_SAVED, NO_EXPANSION, ExpansionRule
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 
@@ -38,6 +38,24 @@ def with_expansion(
     Raises:
         ConfigError: if the model does not compute what `way` asks for.
     """
+    rule = expansion_rule(way, spec, device, ranks, least_saved)
+    if rule is NO_EXPANSION:
+        return absorbed
+    if absorbed.name != "triton":
+        return ExpandingAttention(absorbed, ExpandedReference(), rule)
+    # Imported here: an installation for CPUs has no Triton.
+    from quire.attention.expanded_triton import ExpandedSizes, ExpandedTriton
+
+    latent = spec.latent
+    assert latent is not None
+    sizes = ExpandedSizes(rule.heads, latent.content_dim, latent.rotary_dim, latent.value_dim, dtype.itemsize)
+    return ExpandingAttention(absorbed, ExpandedTriton(sizes, PIECE_BYTES), rule)
+
+
+def expansion_rule(
+    way: str, spec: ModelSpec, device: torch.device, ranks: int, least_saved: float | None = None
+) -> ExpansionRule:
+    """Return which rows expand latents; NO_EXPANSION if none do. For arguments and errors see `with_expansion`."""
     latent = spec.latent
     if latent is None:
         raise ConfigError(
@@ -50,17 +68,10 @@ def with_expansion(
         )
     on_gpu = device.type == "cuda"
     if way == "absorbed" or latent.index or (way == "auto" and on_gpu):
-        return absorbed
+        return NO_EXPANSION
     heads = spec.num_heads // ranks
     if least_saved is None:
         least_saved = GPU_LEAST_SAVED if on_gpu else 0.0
-    rule = ExpansionRule(
+    return ExpansionRule(
         heads, latent.rank, latent.content_dim, latent.value_dim, least_saved, scratch_bytes=PIECE_BYTES
     )
-    if absorbed.name != "triton":
-        return ExpandingAttention(absorbed, ExpandedReference(), rule)
-    # Imported here: an installation for CPUs has no Triton.
-    from quire.attention.expanded_triton import ExpandedSizes, ExpandedTriton
-
-    sizes = ExpandedSizes(heads, latent.content_dim, latent.rotary_dim, latent.value_dim, dtype.itemsize)
-    return ExpandingAttention(absorbed, ExpandedTriton(sizes, PIECE_BYTES), rule)

@@ -8,10 +8,11 @@ from typing import get_args
 import torch
 
 from quire.assembly.attention import pick_attention
-from quire.assembly.latents import with_expansion
+from quire.assembly.latents import expansion_rule, with_expansion
 from quire.attention.base import AttentionBackend
 from quire.attention.by_rows import ByRowsAttention
 from quire.attention.cpu import CpuAttention
+from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.config_rules import LatentPrefill
@@ -45,6 +46,14 @@ def pick_attention_parts(
         return _pick_by_rows(config, spec, device, dtype, kernels)
     stored = _pick_by_rows(config, spec, device, dtype, kernels)
     return with_expansion(stored, prefill, spec, device, dtype, config.tensor_parallel_size)
+
+
+def prefill_rule(config: EngineConfig, spec: ModelSpec, device: torch.device) -> ExpansionRule:
+    """Return which rows expand latents in the back end that `pick_attention_parts` returns."""
+    way = config.prefill_attention
+    if spec.latent is None or way not in ("auto", *get_args(LatentPrefill)):
+        return NO_EXPANSION
+    return expansion_rule(way, spec, device, config.tensor_parallel_size)
 
 
 def _pick_by_rows(

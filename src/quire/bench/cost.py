@@ -3,7 +3,8 @@
 A layer runs its matrix products and its attention one after the other. So the least time of a step is the sum of two
 rooflines (Williams et al., 2009), each the larger of bytes / bandwidth and operations / rate. Bytes are those of the
 weights, read once per step, and of keys and values, moved once for each row that sees them. Activations and norms are
-not counted. A multiply-add is two operations.
+not counted. A multiply-add is two operations. Rows of latent attention are counted in the form that the engine computes,
+absorbed or expanded (attention/expansion_rule.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.models.spec import ModelSpec
 from quire.types import CODE_DTYPES, EngineInfo, KVCodes, KVLayout
 
@@ -72,10 +74,16 @@ class MatrixProduct:
 
 
 class CostModel:
-    """The cost model of one model. It assumes that tokens are routed evenly to experts."""
+    """The cost model of one model. It assumes that tokens are routed evenly to experts.
 
-    def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
-        self._spec = spec
+    Args:
+        spec: the model.
+        info: the engine that runs it.
+        rule: which rows of latent attention the engine expands.
+    """
+
+    def __init__(self, spec: ModelSpec, info: EngineInfo, rule: ExpansionRule = NO_EXPANSION) -> None:
+        self._spec, self._rule = spec, rule
         self._weight_bytes = info.weight_bytes / info.num_parameters  # per parameter
         # Number of layers by what they keep of a token. The scales of codes are counted, which static ones save.
         codes = KVCodes(info.kv_dtype) if info.kv_dtype in CODE_DTYPES.values() else None
@@ -93,7 +101,7 @@ class CostModel:
 
         Every row is assumed to sample. After the attention of the last layer, only the sampling tokens are computed.
         """
-        spec, tokens = self._spec, sum(n for _, _, n in rows)
+        spec, tokens, last = self._spec, sum(n for _, _, n in rows), self._spec.num_layers - 1
         before, after = _attention_products(spec)
 
         def product(
@@ -107,6 +115,7 @@ class CostModel:
             found = []
             if not spec.attends or spec.attends[index]:
                 found += [product(name, parameters, tokens) for name, parameters in before.items()]
+                found += [product(*conversion) for conversion in self._conversions(rows, index == last)]
                 found += [product(name, parameters, n) for name, parameters in after.items()]
             if spec.mixer and spec.mixes[index]:
                 found.append(product("mixer", spec.mixer.num_parameters(spec.hidden_size), tokens))
@@ -127,31 +136,57 @@ class CostModel:
             name = "gate_up" if gates == 2 else "up"
             return [*found, product(name, gates * width, n), product("down", width, n)]
 
-        last = spec.num_layers - 1
         layers = [p for index in range(last) for p in layer(index, tokens)] + layer(last, len(rows))
         head = spec.vocab_size * spec.hidden_size
         return [*layers, product("lm_head", head, len(rows))]
+
+    def _conversions(self, rows: StepRows, is_last: bool) -> list[tuple[str, int, int, float]]:
+        """Return the products between latents and heads in a layer: name, parameters, tokens, matrices read.
+
+        A step with rows of both forms is counted as reading the weights once.
+        """
+        spec, latent = self._spec, self._spec.latent
+        if latent is None:
+            return []
+        start, count = _spans(rows)
+        expands = self._rule.rows(count, start + count)
+        keys, values = (spec.num_heads * dim * latent.rank for dim in (latent.content_dim, latent.value_dim))
+        found, absorbed = [], count[~expands]
+        if absorbed.size:
+            tokens = int(absorbed.sum())
+            found = [
+                ("absorb", keys, tokens, 1.0),
+                ("values", values, absorbed.size if is_last else tokens, 1.0),
+            ]
+        if expands.any():
+            found.append(("expand", keys + values, int((start + count)[expands].sum()), float(not found)))
+        return found
 
     def _attention(self, rows: StepRows) -> tuple[float, float]:
         """Return the bytes of keys, values and states, and the operations of attention, of all layers.
 
         A step reads and writes the state of each row once. Operations on states are not counted.
         """
-        start = np.array([s for _, s, _ in rows], np.int64)
-        count = np.array([n for _, _, n in rows], np.int64)
-        moved, pairs = 2 * self._state_bytes * len(rows), 0
+        start, count = _spans(rows)
+        moved, pairs = 2 * self._state_bytes * len(rows), np.zeros(len(rows), np.int64)
         for layout, layers in self._layouts.items():
             reach = layout.window or int((start + count).max())
             moved += layers * layout.token_bytes * int((np.minimum(start, reach) + count).sum())
-            pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
+            pairs += layers * (_pairs(start + count, reach) - _pairs(start, reach))
         # Each pair of a query and a key costs a dot product and the addition of a weighted value.
         spec, latent = self._spec, self._spec.latent
-        width = latent.stored_dim + latent.rank if latent else 2 * spec.head_dim
-        return moved, 2 * spec.num_heads * width * pairs
+        widths = np.full(len(rows), latent.stored_dim + latent.rank if latent else 2 * spec.head_dim)
+        if latent:
+            expands = self._rule.rows(count, start + count)
+            widths[expands] = latent.content_dim + latent.rotary_dim + latent.value_dim
+        return moved, 2 * spec.num_heads * int(widths @ pairs)
 
 
 def _attention_products(spec: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the parameters of the products before and after the attention of a layer, by name."""
+    """Return the parameters of the products before and after the attention of a layer, by name.
+
+    Those between latents and heads depend on the rows (`CostModel._conversions`).
+    """
     hidden, heads, latent = spec.hidden_size, spec.num_heads, spec.latent
     queries, keys = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if latent is None:
@@ -161,9 +196,12 @@ def _attention_products(spec: ModelSpec) -> tuple[dict[str, int], dict[str, int]
     before = {"q_a, kv_a" if rank else "q, kv_a": hidden * ((rank or queries) + latent.stored_dim)}
     if rank:
         before["q_b"] = rank * queries
-    before["absorb"] = heads * latent.content_dim * latent.rank
-    values = heads * latent.value_dim
-    return before, {"values": values * latent.rank, "o": values * hidden}
+    return before, {"o": heads * latent.value_dim * hidden}
+
+
+def _spans(rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first KV entry and the tokens of each row, int64 [rows]."""
+    return np.array([s for _, s, _ in rows], np.int64), np.array([n for _, _, n in rows], np.int64)
 
 
 def _pairs(length: np.ndarray, window: int) -> np.ndarray:

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from quire.assembly.device import pick_device, pick_dtype
+from quire.assembly.parts import prefill_rule
 from quire.bench.cost import CostModel, Machine
 from quire.bench.energy import energy_meter
 from quire.bench.load.workloads import Workload
@@ -56,7 +57,9 @@ class Bench:
         self.machine, self.config = machine, config
         self.client = InProcessClient(*build_engine(config))
         self.info = self.client.info
-        self.costs = CostModel(self.spec, self.info)
+        self.costs = CostModel(
+            self.spec, self.info, prefill_rule(config, self.spec, torch.device(self.info.device))
+        )
         self._meter = energy_meter(self.info.device)
         self._log = self.client.engine.log
         self._processor = InputProcessor(

@@ -54,26 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser("serve", help="rates and latencies of any server with an OpenAI API")
     add_serve_arguments(serve)
     latency = kinds.add_parser("latency", help="seconds per batch, one batch after the other")
-    latency.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        default=[8],
-        help="requests in a batch; several values make a sweep (default 8)",
-    )
-    for name, default, text in (("input", 32, "prompt"), ("output", 128, "output")):
-        latency.add_argument(
-            f"--{name}-len",
-            type=int,
-            nargs="+",
-            default=[default],
-            metavar="N",
-            help=f"{text} tokens of a request; several values make a sweep (default {default})",
-        )
-    latency.add_argument(
-        "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
-    )
-    latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
+    _add_latency_arguments(latency)
     growth = kinds.add_parser("growth", help="time over batch size, context and prompt length, and its limit")
     add_growth_arguments(growth)
     memory = kinds.add_parser("memory", help="KV memory reserved, used and wasted, by layout and batch size")
@@ -102,6 +83,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_flags(kind, "engine", EngineConfig)
     for kind in (throughput, latency, sessions):
         add_flags(kind, "sampling", SamplingParams, skip=NO_TEXT)
+
+
+def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="requests in a batch; several values make a sweep (default 8)",
+    )
+    for name, default, text in (("input", 32, "prompt"), ("output", 128, "output")):
+        parser.add_argument(
+            f"--{name}-len",
+            type=int,
+            nargs="+",
+            default=[default],
+            metavar="N",
+            help=f"{text} tokens of a request; several values make a sweep (default {default})",
+        )
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
+    )
+    parser.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -85,18 +85,7 @@ class InputProcessor:
         Raises:
             RequestError: if the request is invalid or does not fit into the context. Its `param` names the field.
         """
-        if pooling is None and not self._generates:
-            raise RequestError(
-                "this model has no head (lm_head), so it cannot generate text: use it for embeddings",
-                param="model",
-            )
-        params = self.default_params() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__}",
-                param="sampling_params",
-            )
-        params.verify()
+        params = self._verified(params, pooling)
         ids = self.prompt_ids(prompt, add_special_tokens, pooling)
         self._check_params(params)
         max_tokens = self._max_tokens(len(ids), params, pooling)
@@ -128,6 +117,22 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def _verified(self, params: SamplingParams | None, pooling: Pooling | None) -> SamplingParams:
+        """Return the parameters of a request, or raise RequestError if they or the request are invalid."""
+        if pooling is None and not self._generates:
+            raise RequestError(
+                "this model has no head (lm_head), so it cannot generate text: use it for embeddings",
+                param="model",
+            )
+        params = self.default_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                param="sampling_params",
+            )
+        params.verify()
+        return params
 
     def prompt_ids(
         self, prompt: Prompt, add_special_tokens: bool = True, pooling: Pooling | None = None

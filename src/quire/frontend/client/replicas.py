@@ -10,8 +10,9 @@ import contextlib
 import select
 from collections.abc import Callable, Sequence
 
-from quire.config import EngineConfig, replica_config
+from quire.config import EngineConfig
 from quire.frontend.client.process import ProcessClient
+from quire.frontend.client.replica_config import replica_config
 from quire.types import EngineInfo, EngineOutput, EngineRequest
 
 

@@ -131,6 +131,25 @@ def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats)
     return counts
 
 
+def _blocks(engine: AsyncEngine, stats: EngineStats) -> dict[str, Any]:
+    totals = stats.totals
+    return {
+        "total": stats.blocks,
+        "used": stats.blocks - stats.free_blocks,
+        "free": stats.free_blocks,
+        "cached": stats.cached_blocks,
+        "tokens_per_block": stats.block_size,
+        "bytes_per_block": engine.info.block_bytes,
+        "dtype": engine.info.kv_dtype,
+        "groups": [{"layers": n, "window": window} for n, window in engine.info.kv_groups],
+        "evictions": totals["evictions"],
+        "eviction_policy": engine.info.eviction,
+        "preemptions": totals["preemptions"],
+        "preemptions_for_other_keys": totals["yielded"],
+        "pressure_events": totals["pressure"],
+    }
+
+
 def _drafts(method: str, totals: dict[str, Any]) -> dict[str, Any]:
     counts = DraftCounts.of_totals(totals)
     return {
@@ -157,21 +176,7 @@ async def stats(request: Request) -> Response:
             "mode": server.mode,
             "uptime_s": round(time.time() - server.started_s, 3),
             "requests": _requests(engine, client, engine_stats),
-            "blocks": {
-                "total": engine_stats.blocks,
-                "used": engine_stats.blocks - engine_stats.free_blocks,
-                "free": engine_stats.free_blocks,
-                "cached": engine_stats.cached_blocks,
-                "tokens_per_block": engine_stats.block_size,
-                "bytes_per_block": engine.info.block_bytes,
-                "dtype": engine.info.kv_dtype,
-                "groups": [{"layers": n, "window": window} for n, window in engine.info.kv_groups],
-                "evictions": totals["evictions"],
-                "eviction_policy": engine.info.eviction,
-                "preemptions": totals["preemptions"],
-                "preemptions_for_other_keys": totals["yielded"],
-                "pressure_events": totals["pressure"],
-            },
+            "blocks": _blocks(engine, engine_stats),
             "transfers": {
                 "fetched_tokens": totals["fetched_tokens"],
                 "moved_bytes": totals["moved_bytes"],

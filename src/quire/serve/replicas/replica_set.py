@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from quire.config import EngineConfig, replica_config
+from quire.config import EngineConfig
 from quire.frontend.block_secret import block_secret
 from quire.frontend.client import ipc as msg
+from quire.frontend.client.replica_config import replica_config
 from quire.serve.engine_process_client import EngineProcess
 from quire.serve.replicas.job import EngineJob
 from quire.serve.replicas.live_sum import LiveCursor, sum_live

@@ -68,20 +68,8 @@ def decoder_spec(
     Raises:
         ModelError: if a field is missing, has a bad value, or is not supported.
     """
-    hidden = keys.integer("hidden_size")
-    heads = keys.integer("num_attention_heads")
-    # A value of null means as many as heads; a missing field means the default of the family.
-    if kv_default is None or keys.has("num_key_value_heads"):
-        kv_default = heads
-    kv_heads = keys.integer("num_key_value_heads", default=kv_default)
-    layers = keys.integer("num_hidden_layers")
-    head_dim = parse_head_dim(keys, hidden, heads, default_dim)
-    if heads % kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
-        )
-    if head_dim % 2:
-        raise keys.refuse("head_dim", "even, because rotary embeddings rotate halves of a head", head_dim)
+    hidden, layers = keys.integer("hidden_size"), keys.integer("num_hidden_layers")
+    heads, kv_heads, head_dim = _head_sizes(keys, kv_default, default_dim)
     trained_len = keys.integer("max_position_embeddings", "context_window_size")
     rope = rope or RopeDefaults()
     if theta is not None:
@@ -107,6 +95,24 @@ def decoder_spec(
         query_scale=head_dim**-0.5 if query_scale is None else query_scale,
         **fields,
     )
+
+
+def _head_sizes(keys: ConfigKeys, kv_default: int | None, default_dim: int | None) -> tuple[int, int, int]:
+    """Return the number of heads, of K/V heads, and the size of a head, or raise ModelError."""
+    hidden = keys.integer("hidden_size")
+    heads = keys.integer("num_attention_heads")
+    # A value of null means as many as heads; a missing field means the default of the family.
+    if kv_default is None or keys.has("num_key_value_heads"):
+        kv_default = heads
+    kv_heads = keys.integer("num_key_value_heads", default=kv_default)
+    head_dim = parse_head_dim(keys, hidden, heads, default_dim)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+        )
+    if head_dim % 2:
+        raise keys.refuse("head_dim", "even, because rotary embeddings rotate halves of a head", head_dim)
+    return heads, kv_heads, head_dim
 
 
 def routing(

@@ -42,9 +42,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no limit": {},
     "2048 tokens": {"mixed_prefill_tokens": 2048},
     "prefill_slowdown 4": {"prefill_slowdown": 4.0},
+    "prefill_slowdown 3.5": {"prefill_slowdown": 3.5},
     "prefill_slowdown 3": {"prefill_slowdown": 3.0},
     "target_itl 25": {"target_itl": 25.0},
     "target_itl 50": {"target_itl": 50.0},
+    "target_itl 15": {"target_itl": 15.0},
+    "target_itl 100": {"target_itl": 100.0},
 }
 
 

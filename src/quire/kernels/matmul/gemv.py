@@ -306,6 +306,6 @@ def programs_for(sms: int) -> int:
 _MOST_CHUNKS = 8  # per row of W: their loop is unrolled, and two rows of x share the registers
 # With so many 16-bit inputs, two rows of x take 247 registers of a thread behind a norm. That leaves two programs per
 # multiprocessor, which do not hide the latency of memory: a step of two rows of an 8B model took 5.5 ms on an H200, one
-# of four rows, which `skinny` multiplies, 4.3 ms.
-_MANY_INPUTS = 4096
+# of four rows, which `skinny` multiplies, 4.3 ms; with 3,072 inputs of a 3B model, 2.7 and 2.2 ms.
+_MANY_INPUTS = 3072
 _REGISTERS = 128  # per thread, so that 16 warps fit on a multiprocessor

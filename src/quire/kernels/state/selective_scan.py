@@ -27,7 +27,7 @@ class ScanTile(NamedTuple):
 
 
 DECODING = ScanTile(1, 64, 2)
-PROMPT = ScanTile(16, 8, 1)
+PROMPT = ScanTile(16, 4, 1)
 
 
 @kernel

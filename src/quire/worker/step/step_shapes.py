@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire.worker.step.step_stages import LOGITS, TOKENS, Prefix
+from quire.worker.step.step_stages import FILTERED_TOKENS, LOGITS, TOKENS, Prefix
 
 _BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps (12 to 25 ms)
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
@@ -149,13 +149,14 @@ class StepShapes:
     def at_start(self) -> list[StepShape]:
         """Return the shapes to capture before the first request, the most useful first, without duplicates.
 
-        These are a coarse grid of stand-ins for all steps, and decode steps in all sizes up to 256 rows.
+        These are a coarse grid of stand-ins for all steps, and decode steps in all sizes up to 256 rows, without and with
+        filters: many models come with top_k and top_p.
         """
         return self._common() if self._limits.at_start else []
 
     def _common(self) -> list[StepShape]:
         most = self.row_sizes[-1]
-        decode = [StepShape(size, size) for size in self.row_sizes if size <= _START_ROWS or size == most]
+        sizes = [size for size in self.row_sizes if size <= _START_ROWS or size == most]
         logits = [StepShape(rows, rows, LOGITS) for rows in self._clipped(_STAND_IN_DECODE_ROWS)]
         sharing = [StepShape(rows, rows, TOKENS, True) for rows in self._clipped(_SHARING_ROWS)]
         longest = self.token_sizes[-1]
@@ -170,12 +171,17 @@ class StepShapes:
             mixed += [
                 StepShape(rows, self._limits.full_tokens, LOGITS) for rows in self._clipped(_STAND_IN_ROWS)
             ]
-        return self._up_to_half([*logits, *sharing, *mixed, *self._at_start_with_drafts(), *decode])
+        return self._up_to_half(
+            [*logits, *sharing, *mixed, *self._at_start_with_drafts(), *self._decoding(sizes)]
+        )
 
     def when_idle(self) -> list[StepShape]:
         """Return all shapes to capture while the engine is idle, the most useful first."""
-        decode = [StepShape(size, size) for size in self.row_sizes]
-        return self._up_to_half(list(dict.fromkeys([*self._common(), *decode])))
+        return self._up_to_half(list(dict.fromkeys([*self._common(), *self._decoding(self.row_sizes)])))
+
+    @staticmethod
+    def _decoding(sizes: Iterable[int]) -> list[StepShape]:
+        return [StepShape(size, size, prefix) for prefix in (TOKENS, FILTERED_TOKENS) for size in sizes]
 
     def _up_to_half(self, shapes: list[StepShape]) -> list[StepShape]:
         """Leave half of the graphs to shapes that turn out to be common: a small GPU has room for few."""

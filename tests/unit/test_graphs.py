@@ -175,7 +175,9 @@ def test_a_stand_in_is_used_until_its_padding_has_cost_a_capture() -> None:
 def test_a_stand_in_that_ends_with_the_logits_is_sampled_after_it() -> None:
     steps = started(64, 2048)
     steps.filters = True
-    assert steps.step(1, 1, 1) == [("replay", (4, 4))], "decoding steps with filters are captured at the start"
+    assert steps.step(1, 1, 1) == [("replay", (4, 4))], (
+        "decoding steps with filters are captured at the start"
+    )
     assert steps.step(400, 1) == [("replay", (32, 512)), ("choose", 32)]
 
 

@@ -327,6 +327,7 @@ def write_gguf(
         ("exaone4", "gguf-exaone4"),
         ("gemma", "gemma"),
         ("gemma2", "gguf-gemma2"),
+        ("chatglm", "glm"),
         ("glm4", "glm4"),
         ("gpt-oss", "gpt-oss"),
         ("granite", "granite"),

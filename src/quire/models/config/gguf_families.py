@@ -77,6 +77,7 @@ _QWEN_NEXT = Translation(config=gguf_hybrids.qwen_next)
 _NEMOTRON_H = Translation(config=gguf_hybrids.nemotron_h)
 TRANSLATIONS = {
     "arcee": Translation(),
+    "chatglm": Translation(),
     "cohere2": Translation(_LOGIT_SCALE, has_window=True),
     "command-r": Translation(_LOGIT_SCALE),
     "deepseek2": Translation(own_rope=True),

@@ -28,4 +28,5 @@ FAMILY = Family(
     architectures=names("Glm", "glm"),
     parse=_parse,
     special="interleaved rotation of half a head",
+    gguf=("chatglm",),
 )

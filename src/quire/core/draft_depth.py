@@ -38,6 +38,7 @@ _DRAFT_STEPS = 2  # at a new depth, before its time counts as measured: the firs
 _PROBE_STEPS = 64  # steps without drafts until a few rows draft again
 _MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
 _REFRESH_STEPS = 256  # steps with drafts until one runs without, so that its time stays measured
+_CHECK_STEPS = 4  # the same for the first time, if the times are those of more rows
 _PROBE_SHARE = 4  # one of so many rows drafts in a probe
 _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
@@ -160,12 +161,16 @@ class AdaptiveDepth:
     Step times are kept by number of rows, rounded to a power of two, and average depth. With a new number of rows, the
     first steps run without drafts. Then the depth grows from 1 as long as a greater one may be faster. While drafts do
     not pay, a few rows draft in one of `_PROBE_STEPS` steps, and ever more seldom.
+
+    If drafts pay when requests end, the smaller batch goes on at the same depth with the times of the larger one until
+    it has its own. Drafts cost it less, and a batch that drains is not of the same size for long enough to learn.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
         self._depth = 0  # of the batch
+        self._size = 0  # of the last step without prompts: bits of its number of rows
         self._acceptance = _PRIOR  # of all requests
         self._account = DraftAccount()
         self._turn = 0  # which rows draft in the next probe
@@ -186,7 +191,7 @@ class AdaptiveDepth:
         if record.prompt_tokens or not rows:
             return
         size = len(rows).bit_length()
-        times = self._times.setdefault(size, _StepTimes(self.most, len(rows)))
+        times = self._times_of(size, len(rows))
         depth = min(self.most, -(-record.drafts // len(rows)))
         if not times.add(record.took_s, depth):
             return self._draft(rows, 0)
@@ -201,6 +206,15 @@ class AdaptiveDepth:
         if self._account.overdrawn:
             return self._draft(rows, 0)
         self._decide(rows, times)
+
+    def _times_of(self, size: int, rows: int) -> _StepTimes:
+        """Return the times of steps of `rows` rows, whose number has `size` bits."""
+        if size not in self._times:
+            self._times[size] = times = _StepTimes(self.most, rows)
+            if size < self._size and self._depth:
+                times.assume(self._times[self._size], self._depth)
+        self._size = size
+        return self._times[size]
 
     def _draft(self, rows: Sequence[Request], depth: int) -> None:
         self._depth = depth
@@ -238,6 +252,8 @@ class _StepTimes:
 
     def __init__(self, most: int, rows: int) -> None:
         self._newest_s = [deque[float](maxlen=_KEPT_STEPS) for _ in range(most + 1)]
+        # By depth, the steps until its time counts as known.
+        self._lacking = [_PLAIN_STEPS, *[_DRAFT_STEPS] * most]
         # Depths to measure; those between are interpolated. Kernels for two tokens can be slower than those for four,
         # so the first drafts of few rows are several: most of their time is that of having any.
         middle = -(-most // 2)
@@ -249,7 +265,20 @@ class _StepTimes:
     def add(self, took_s: float, depth: int) -> bool:
         """Add a step. Return whether the time without drafts is known."""
         self._newest_s[depth].append(took_s)
-        return len(self._newest_s[0]) >= _PLAIN_STEPS
+        self._lacking[depth] -= 1
+        return self._lacking[0] <= 0
+
+    def assume(self, larger: _StepTimes, depth: int) -> None:
+        """Begin with the times that more rows take without drafts and at `depth`, as if they were measured."""
+        if larger.knows(0) and larger.knows(depth):
+            for known in (0, depth):
+                self._newest_s[known].append(larger._usual(known))
+                self._lacking[known] = 0
+            self._pays, self._interval, self._until_turn = True, _REFRESH_STEPS, _CHECK_STEPS
+
+    def knows(self, depth: int) -> bool:
+        """Return whether the duration at this depth is known."""
+        return self._lacking[depth] <= 0
 
     @property
     def plain_s(self) -> float:
@@ -258,7 +287,7 @@ class _StepTimes:
 
     def longest(self, depth: int) -> float:
         """Return the longest duration that a step is charged. Once per depth a step captures a graph."""
-        if len(self._newest_s[depth]) < _DRAFT_STEPS:
+        if not self.knows(depth):
             return _MOST_STEPS * self.plain_s
         return 2 * self._usual(depth)
 
@@ -282,8 +311,7 @@ class _StepTimes:
 
     def by_depth(self) -> list[float]:
         """Return the duration at each depth, hopeful at the next depth to measure and infinite behind it."""
-        counts = [_PLAIN_STEPS, *[_DRAFT_STEPS] * (len(self._newest_s) - 1)]
-        known = [depth for depth, times_s in enumerate(self._newest_s) if len(times_s) >= counts[depth]]
+        known = [depth for depth in range(len(self._newest_s)) if self.knows(depth)]
         usual_s = [self._usual(depth) for depth in known]
         last = known[-1]
         reach = next((level for level in self._levels if level > last), last)

@@ -9,6 +9,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.decoder import Model
+from quire.models.heads.base import tap
 from quire.models.layer_kinds import few_layers, layer_kinds
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
@@ -46,6 +47,14 @@ def test_two_layers_of_each_kind_and_the_last_one_remain(config: dict, kept: lis
         assert model.rope_of == [rope_of[index] for index in kept]
         assert {layer_kinds(model.spec)[index] for index in kept} == set(layer_kinds(model.spec))
     assert model.layers == layers and model.rope_of == rope_of
+
+
+def test_layers_that_a_draft_head_reads_remain() -> None:
+    model = built(CONFIG, 7)
+    tap(model, [1, 3, 5], "eagle3")
+    layers = list(model.layers)
+    with few_layers(model):
+        assert list(model.layers) == [layers[index] for index in (0, 1, 3, 5, 6)]
 
 
 def test_an_error_inside_restores_the_layers() -> None:

@@ -23,8 +23,8 @@ def layer_kinds(spec: ModelSpec) -> list[Hashable]:
 def few_layers(model: Any) -> Iterator[None]:
     """Let a model run only two layers of each kind, and its last layer, in this context.
 
-    For steps whose results are not used: they launch the same kernels as with all layers, in a fraction of the time. A
-    model without a list `layers` runs whole.
+    For steps whose results are not used: they launch the same kernels as with all layers, in a fraction of the time.
+    Layers that draft heads read (`TappedLayer`) stay too. A model without a list `layers` runs whole.
     """
     layers = getattr(model, "layers", None)
     if layers is None:
@@ -34,7 +34,8 @@ def few_layers(model: Any) -> Iterator[None]:
     kept = []
     for place, index in enumerate(model.stage.layers(model.spec.num_layers)):
         seen[kinds[index]] += 1
-        if seen[kinds[index]] <= _OF_EACH or place == len(layers) - 1:
+        read = getattr(layers[place], "tapped", False)
+        if read or seen[kinds[index]] <= _OF_EACH or place == len(layers) - 1:
             kept.append(place)
     whole = {name: getattr(model, name) for name in ("layers", "rope_of") if hasattr(model, name)}
     for name, parts in whole.items():

@@ -50,6 +50,8 @@ class DraftHead(Protocol):
 class TappedLayer:
     """A layer of a model that also keeps its input: the residual stream after the layers before it."""
 
+    tapped = True  # so that steps of few layers run it (models/layer_kinds.py)
+
     def __init__(self, layer: DecoderLayer) -> None:
         self.attn, self._layer = layer.attn, layer
         self.kept: torch.Tensor  # [tokens, hidden], of the last step

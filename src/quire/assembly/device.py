@@ -10,6 +10,7 @@ from quire.frontend.client.remote import meeting_host, own_address
 from quire.kernels.target import OLDEST, target_of
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import HostAddresses
+from quire.quant.packed import can_pack
 from quire.types import ConfigError
 
 log = logging.getLogger("quire")
@@ -80,7 +81,7 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
     """Return the number format of weights and activations; `auto` follows the checkpoint if the device can.
 
     With `auto`, a GPU without bfloat16 uses float16, or float32 for models whose activations exceed the range of
-    float16. A CPU has no fast path for float16 and uses float32.
+    float16. A CPU has no fast path for float16 and uses float32, also for bfloat16 if it has no instructions for it.
 
     Raises:
         ConfigError: if `wanted` is bfloat16 and the device lacks it.
@@ -96,6 +97,12 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
         name = instead
     if name == "float16" and spec.family in _WIDE_RANGE:
         log.warning("%s models exceed the range of float16; bfloat16 or float32 are safe", spec.family)
+    if name == "bfloat16" and device.type == "cpu" and not can_pack(torch.bfloat16):
+        if wanted == "bfloat16":
+            log.warning("dtype bfloat16 is slow on a CPU without AVX-512; float32 is faster")
+        else:
+            log.info("using dtype float32, because this CPU has no instructions for bfloat16")
+            name = "float32"
     if name == "float16" and device.type == "cpu":
         if wanted == "float16":
             log.warning("dtype float16 is slow on a CPU; bfloat16 and float32 are faster")

@@ -31,7 +31,7 @@ from quire.quant.c_matmul import FEW_ROWS, CFusingMatmul
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
     """Return the product with `weight` [outputs, inputs] in fp32 or bf16."""
-    if not can_pack():
+    if not can_pack(weight.dtype):
         return PlainMatmul(weight, bias)
     many = PackedMatmul(weight, bias)
     if isinstance(kernels, CpuKernels) and (form := find_packed(many.weight, weight)):
@@ -107,9 +107,16 @@ class FewRowsPackedMatmul(CFusingMatmul):
         self.kernels.run(self.kernels.product, arguments, weight, x, residual, add, total, y)
 
 
-def can_pack() -> bool:
-    """Return whether this build of PyTorch has oneDNN and the two operators, which are not a public interface."""
+def can_pack(dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether oneDNN packs weights of `dtype` here.
+
+    The operators are not a public interface, so a build of PyTorch may lack them. For bf16, oneDNN needs a CPU with
+    AVX-512 or AVX-NE-CONVERT.
+    """
     try:
-        return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
+        operators = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+        return all(operators) and (
+            dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
     except AttributeError:
         return False

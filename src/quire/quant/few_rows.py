@@ -68,8 +68,8 @@ class FewRowsMatmul(FusingMatmul):
     def _multiply_on_hopper(self, x: torch.Tensor, kind: str | None = None) -> torch.Tensor:
         assert self.on_hopper is not None
         outputs, inputs = self.weight.shape
-        variant = variant_for("half", x.shape[0], outputs, inputs, x.dtype, kind, self.sms)
-        return hopper.rows_product(x, self.on_hopper, variant)
+        variant, split = variant_for("half", x.shape[0], outputs, inputs, x.dtype, kind, self.sms)
+        return hopper.rows_product(x, self.on_hopper, variant, split)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return gemv(x, self.weight, self.bias, residual)

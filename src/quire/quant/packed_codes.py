@@ -166,17 +166,22 @@ class PackedCodesMatmul(FusingMatmul):
             return hopper.RowsWeight(w.codes, w.scale.to(self.dtype), w.zero, self.bias)
         return None
 
-    def _variant(self, rows: int, kind: str | None) -> hopper.Variant | None:
-        """Return the kernel of Hopper that multiplies so many rows, or None if there is none or another is faster."""
-        w = self.weight
-        least = LEAST_ROWS if w.half else self.most_in_registers + 1
-        most = most_rows_for(w.format, w.inputs, kind is not None) if self.on_hopper else 0
-        if not least <= rows <= most:
-            return None
-        target = target_of(w.codes.device)
-        return variant_for(
-            w.format, rows, w.outputs, w.inputs, self.dtype, kind, target.sms, w.group, w.half or 128
+    def _suits_hopper(self, rows: int, kind: str | None) -> bool:
+        """Return whether the kernel of Hopper multiplies so many rows, and is faster than the others."""
+        least = LEAST_ROWS if self.weight.half else self.most_in_registers + 1
+        most = most_rows_for(self.weight.format, self.weight.inputs, kind is not None)
+        return self.on_hopper is not None and least <= rows <= most
+
+    def _multiply_on_hopper(
+        self, x: torch.Tensor, scales: torch.Tensor | None, residual: torch.Tensor | None, kind: str | None
+    ) -> torch.Tensor:
+        w, rows = self.weight, x.shape[0]
+        assert self.on_hopper is not None
+        sms = target_of(x.device).sms
+        variant, split = variant_for(
+            w.format, rows, w.outputs, w.inputs, self.dtype, kind, sms, w.group, w.half or 128
         )
+        return hopper.rows_product(x, self.on_hopper, variant, split, scales, residual)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x.contiguous())
@@ -192,8 +197,8 @@ class PackedCodesMatmul(FusingMatmul):
             if self.weight.half:
                 return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
-        if self.weight.half and (variant := self._variant(rows, kind)) and self.on_hopper:
-            return hopper.rows_product(lane_order(x), self.on_hopper, variant, residual=residual)
+        if self.weight.half and self._suits_hopper(rows, kind):
+            return self._multiply_on_hopper(lane_order(x), None, residual, kind)
         if rows <= self.most_in_registers:
             product = nibble_rows if rows > self.narrow_rows else packed_product
             return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
@@ -221,8 +226,8 @@ class PackedCodesMatmul(FusingMatmul):
             residual, kind: as for `multiply`.
         """
         w = self.weight
-        if (variant := self._variant(codes.shape[0], kind)) and self.on_hopper:
-            return hopper.rows_product(codes, self.on_hopper, variant, scales, residual)
+        if self._suits_hopper(codes.shape[0], kind):
+            return self._multiply_on_hopper(codes, scales, residual, kind)
         if codes.shape[0] <= self.most_in_fp8 or not self.in_library:
             return packed_product(
                 codes.view(torch.uint8),

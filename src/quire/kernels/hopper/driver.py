@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
@@ -38,7 +38,8 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-_DEPENDENT = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint32 * 16)(1))
+def _attribute(id: int, *values: int) -> _Attribute:
+    return _Attribute(id, 0, (ctypes.c_uint32 * 16)(*values))
 
 
 @cache
@@ -100,22 +101,28 @@ class LoadedKernel:
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
         _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
 
-    def launch(self, blocks: int, threads: int, arguments: list[ctypes.Structure], dependent: bool) -> None:
+    def launch(
+        self, blocks: int, cluster: int, threads: int, arguments: list[ctypes.Structure], dependent: bool
+    ) -> None:
         """Launch the kernel on the current stream.
 
         Args:
             blocks: of the grid, in one dimension.
+            cluster: blocks of a cluster.
             threads: of a block.
             arguments: of the kernel, in its order.
-            dependent: whether it may start before the kernel before it has ended, for whose results it waits itself.
+            dependent: whether it may start before the previous kernel has ended. It then waits for its results itself.
         """
+        attributes = [_attribute(_CLUSTER_DIMENSION, cluster, 1, 1)]
+        if dependent:
+            attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
         config = _LaunchConfig(
             (blocks, 1, 1),
             (threads, 1, 1),
             self._shared_bytes,
             torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(_DEPENDENT),
-            int(dependent),
+            (_Attribute * len(attributes))(*attributes),
+            len(attributes),
         )
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))

@@ -20,21 +20,19 @@ DEVICE void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependent
 
 // ------------------------------------------------------------------------------ clusters
 
-#if SPLIT > 1
-#define CLUSTER_DIMS __cluster_dims__(SPLIT, 1, 1)
 DEVICE u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
+DEVICE u32 blocks_in_cluster() {
+    u32 count;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    return count;
+}
 DEVICE void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-#else
-#define CLUSTER_DIMS
-DEVICE u32 rank_in_cluster() { return 0; }
-DEVICE void sync_cluster() { __syncthreads(); }
-#endif
 
 // ------------------------------------------------------------------------------ barriers
 
@@ -147,16 +145,9 @@ DEVICE void store_sums(u32 to, const float* v) {
 // Adds what the block `rank` of the cluster holds at this block's address `at`.
 DEVICE void add_sums(float* sum, u32 at, u32 rank) {
     float v[4];
-#if SPLIT > 1
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                  : "r"(at), "r"(rank)
                  : "memory");
-#else
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                 : "r"(at)
-                 : "memory");
-#endif
     for (u32 i = 0; i < 4; ++i) sum[i] += v[i];
 }

@@ -4,12 +4,12 @@
 // threads send tiles of W and of x through rings in shared memory (TMA), and two or four warpgroups multiply. The tiles of
 // W that fill its ring first are requested before the kernel waits for the one that computes x.
 //
-// The SPLIT blocks of a cluster compute parts of the inputs of the same outputs. Each of them then sums a part of the
+// The blocks of a cluster compute parts of the inputs of the same outputs. Each of them then sums a part of the
 // rows, which it reads from the shared memory of the others.
 //
 // In shared memory: tiles of W, tiles of x, barriers, scales.
 //
-// Defined by rows.py: ROWS (of x, padded), OUTS, W_STAGES, X_STAGES, SPLIT, FORMAT, HALF and GROUP (of 4-bit codes),
+// Defined by rows.py: ROWS (of x, padded), OUTS, W_STAGES, X_STAGES, FORMAT, HALF and GROUP (of 4-bit codes),
 // FP16, GATED, KIND, and `multiply`, the matrix instruction.
 
 constexpr u32 WARPGROUPS = OUTS / 64;   // warpgroups that multiply, each 64 rows of W
@@ -159,8 +159,7 @@ DEVICE void scaled(Sums s, const Arguments& a, u32 row, bool real, u32 j, u32 la
 // Adds up the parts of the inputs, in their order.
 DEVICE Sums summed(u32 parts, u32 place) {
     Sums s = {0, 0, 0, 0};
-#pragma unroll
-    for (u32 part = 0; part < SPLIT; ++part) add_sums(s.v, parts + place * 16, part);
+    for (u32 part = 0; part < blocks_in_cluster(); ++part) add_sums(s.v, parts + place * 16, part);
     return s;
 }
 
@@ -169,7 +168,7 @@ DEVICE void finish(const Arguments& a, u32 parts, u32 tile, u32 part) {
     constexpr u32 J = ROWS / 8, VALUES = CONSUMERS / 2;  // with gates, the first thread that holds values
     const u32 thread = GATED ? threadIdx.x % VALUES : threadIdx.x;
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const u32 begin = J * part / SPLIT, end = J * (part + 1) / SPLIT;
+    const u32 split = blocks_in_cluster(), begin = J * part / split, end = J * (part + 1) / split;
     const u32 rows_of_w = GATED ? 2 * a.outputs : a.outputs;
     const u32 first = first_row(tile, thread / 128, a.outputs) + warp * 16;
     const u32 row = first + lane / 4, column = first + lane % 4 * 2;  // of W, and of y
@@ -196,7 +195,7 @@ DEVICE void finish(const Arguments& a, u32 parts, u32 tile, u32 part) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) CLUSTER_DIMS
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1)
 rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Arguments a) {
     extern __shared__ char shared[];
     const u32 base = (address_of(shared) + 1023) & ~1023u;
@@ -204,8 +203,8 @@ rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ Te
     const u32 beside = barriers + 16 * (W_STAGES + X_STAGES);
     const Ring w(base, barriers, beside, W_BYTES, W_STAGES);
     const Ring x(base + W_STAGES * W_BYTES, barriers + 16 * W_STAGES, 0, X_BYTES, X_STAGES);
-    const u32 part = rank_in_cluster(), tile = blockIdx.x / SPLIT;
-    const u32 begin = a.steps * part / SPLIT, end = a.steps * (part + 1) / SPLIT;
+    const u32 split = blocks_in_cluster(), part = rank_in_cluster(), tile = blockIdx.x / split;
+    const u32 begin = a.steps * part / split, end = a.steps * (part + 1) / split;
     launch_next_kernel();
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < W_STAGES; ++i) {
@@ -224,7 +223,7 @@ rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ Te
         if (threadIdx.x == CONSUMERS) fetch_w(&w_map, a, w, tile, begin, end);
         if (threadIdx.x == CONSUMERS + 32) fetch_x(&x_map, x, begin, end);
         __syncwarp();
-        if (SPLIT > 1) sync_cluster();
+        sync_cluster();
     } else {
         take_registers();
         wait_for_previous_kernel();
@@ -233,9 +232,8 @@ rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ Te
         sync_consumers();  // nobody reads the rings any more
 #pragma unroll
         for (u32 j = 0; j < ROWS / 8; ++j) store_sums(base + (j * CONSUMERS + threadIdx.x) * 16, &sums[4 * j]);
-        if (SPLIT > 1) sync_cluster();
-        else sync_consumers();
+        sync_cluster();  // all parts are there
         finish(a, base, tile, part);
     }
-    if (SPLIT > 1) sync_cluster();  // others may still read this block's memory
+    sync_cluster();  // others may still read this block's memory
 }

@@ -29,7 +29,6 @@ class Variant:
     Attributes:
         rows: of x at most, a multiple of 8.
         outs: outputs of a block, 128 or 256.
-        split: blocks of a cluster, which divide the inputs.
         dtype: of the results: bfloat16 or float16.
         format: of W: half (of x and W), fp8 (of both, with a scale per row and per output) or int4 (of W).
         kind: activation of the gate if the outputs are gate|up, or None.
@@ -39,7 +38,6 @@ class Variant:
 
     rows: int
     outs: int
-    split: int
     dtype: torch.dtype
     format: str = "half"
     kind: str | None = None
@@ -90,7 +88,7 @@ class Variant:
         """Return NVRTC's options; `architecture` is like sm_90a."""
         w, x = self.stages
         defines = {
-            "OUTS": self.outs, "W_STAGES": w, "X_STAGES": x, "SPLIT": self.split, "FORMAT": FORMATS.index(self.format), "FP16": int(self.dtype == torch.float16),
+            "OUTS": self.outs, "W_STAGES": w, "X_STAGES": x, "FORMAT": FORMATS.index(self.format), "FP16": int(self.dtype == torch.float16),
             "GATED": int(self.kind is not None), "KIND": KINDS.index(self.kind or "silu"), "HALF": self.half,
             "GROUP": self.group,
         }  # fmt: skip
@@ -135,7 +133,7 @@ class _Arguments(ctypes.Structure):
 # for while other kernels are compiled, or while a graph is captured, in which nothing can be loaded.
 _kernels: dict[tuple[Variant, torch.device], Future[LoadedKernel]] = {}
 _lock = threading.Lock()
-_pool = ThreadPoolExecutor(8, "nvrtc")
+_pool = ThreadPoolExecutor(16, "nvrtc")
 
 
 def prepare(variant: Variant, device: torch.device) -> Future[LoadedKernel]:
@@ -193,6 +191,7 @@ def rows_product(
     x: torch.Tensor,
     weight: RowsWeight,
     variant: Variant,
+    split: int,
     x_scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -203,6 +202,7 @@ def rows_product(
             returns it.
         weight: [outputs of the product, inputs].
         variant: of the kernel.
+        split: blocks of a cluster, which divide the inputs; at most 8.
         x_scale: fp32 [rows], with e4m3.
         residual: [rows, outputs], or None.
     """
@@ -222,6 +222,7 @@ def rows_product(
         weight.groups,
     )
     x_map = tensor_map(x, variant.rows)
-    blocks = tiles * variant.split
-    kernel.result().launch(blocks, variant.threads, [weight.map, x_map, arguments], True)
+    kernel.result().launch(
+        tiles * split, split, variant.threads, [weight.map, x_map, arguments], dependent=True
+    )
     return y

@@ -89,15 +89,25 @@ def before(format: str, x: torch.Tensor, scales: torch.Tensor | None, w: RowsWei
     if format == "half":
         return lambda: F.linear(x, w.weight)
     if format == "fp8":
-        assert scales is not None
+        assert scales is not None and w.scale is not None
         one = torch.ones((), device=CUDA)
         return lambda: rescale(
             torch._scaled_mm(x, w.weight.t(), one, one, out_dtype=HALF_DTYPE), scales, w.scale, None, None, None,
             HALF_DTYPE,
         )  # fmt: skip
+    assert w.scale is not None
     arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=CUDA)
     packed = PackedTensors("int4", w.weight, inputs, w.scale, GROUP, 1, w.zero, None, half=HALF)
     return lambda: nibble_rows(x, packed, None, arrived)
+
+
+def kernel(
+    format: str, x: torch.Tensor, scales: torch.Tensor | None, w: RowsWeight, variant: Variant, split: int
+) -> Product:
+    """Return the product by the kernel."""
+    if format == "int4":
+        return lambda: rows_product(lane_order(x), w, variant, split)
+    return lambda: rows_product(x, w, variant, split, scales)
 
 
 def main() -> None:
@@ -124,18 +134,10 @@ def main() -> None:
             old = time_of([before(format, x, scales, w, inputs) for w in weights])
             found = {}
             for variant, split in choices:
-
-                def product(w: RowsWeight, variant: Variant = variant, split: int = split) -> Product:
-                    return lambda: rows_product(
-                        lane_order(x) if format == "int4" else x,
-                        w,
-                        variant,
-                        split,
-                        scales,  # noqa: B023
-                    )
-
                 mark = "*" if (variant, split) == chosen else ""
-                found[f"{variant.outs}/{split}{mark}"] = time_of([product(w) for w in weights])
+                found[f"{variant.outs}/{split}{mark}"] = time_of(
+                    [kernel(format, x, scales, w, variant, split) for w in weights]
+                )
             flops = 2 * rows * outputs * inputs * (0.5 if format == "fp8" else 1)
             limit = max(size / args.tb_per_s / 1e6, flops / args.tflops / 1e6)
             results.append(

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from quire import LLM
+from quire import LLM, SamplingParams
+from quire.assembly import device
 from quire.cli.main import main
+from quire.quant import packed
 from quire.types import ConfigError
 
 
@@ -41,3 +44,20 @@ def test_the_server_says_in_one_sentence_that_it_needs_another_system(
     assert told.startswith("quire: quire serve needs Linux or macOS") and told.count("\n") == 1
     with pytest.raises(ConfigError, match="engine_process needs Linux or macOS"):
         LLM("demo", engine_process=True)
+
+
+@pytest.mark.parametrize(("dtype", "used"), [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_a_cpu_without_bfloat16_generates(monkeypatch: pytest.MonkeyPatch, dtype: str, used: str) -> None:
+    """As on CPUs with AVX2 only: the built-in model is stored in bfloat16, which oneDNN does not pack there."""
+
+    def can_pack(dtype: torch.dtype = torch.float32) -> bool:
+        return dtype != torch.bfloat16
+
+    monkeypatch.setattr(packed, "can_pack", can_pack)
+    monkeypatch.setattr(device, "can_pack", can_pack)
+    with LLM("demo", device="cpu", dtype=dtype) as llm:
+        assert llm.info.dtype == used
+        [output] = llm.generate(
+            "Once upon a time", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+        )
+        assert len(output.outputs[0].token_ids) == 12

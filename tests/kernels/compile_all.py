@@ -248,7 +248,7 @@ def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         matmul = FewRowsMatmul(weight, None)
         for rows in (1, 2, 8, 16):
             x = zeros(rows, inputs)
-            if rows <= matmul.fused_rows and outputs != model.vocab:
+            if rows <= matmul.added_rows and outputs != model.vocab:
                 matmul.add(x, zeros(rows, outputs))
                 kind = model.kind if outputs == 2 * model.intermediate else None
                 matmul.after_norm(zeros(inputs), 1e-6, kind)(x, x)

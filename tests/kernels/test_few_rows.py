@@ -186,7 +186,7 @@ def test_a_row_does_not_depend_on_the_others(
     matmul.is_small = small
     x = values(16, inputs, **kind)
     whole = matmul(x)
-    for rows in range(matmul.fused_rows + 1, 16, 1 if device != CPU else 6):
+    for rows in range(matmul.gemv_rows + 1, 16, 1 if device != CPU else 6):
         got = matmul(x[:rows])
         assert_close(got, whole[:rows])
         # The interpreter's product is the CPU library's, which adds in another order for another shape.
@@ -237,7 +237,7 @@ def test_a_chain_in_a_graph(rows: int, small: bool) -> None:
     def chain() -> Tensor:
         y, total = x, residual
         for _ in range(40):
-            if rows <= first.fused_rows:
+            if rows <= first.added_rows:
                 h, total = fused(y, total)
                 y = second.add(h, total) - total
             else:

@@ -254,3 +254,18 @@ def test_weights_that_the_kernels_do_not_take() -> None:
 def test_permuted_inputs() -> None:
     weight = FORMS["int4, permuted"](WeightMaker(*SHAPES[1]))
     assert isinstance(product_of(weight, None), PermutedInputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs CUDA")
+@pytest.mark.parametrize("inputs", [1024, 2944])
+@pytest.mark.parametrize("rows", [33, 65, 130, 1001, 2047, 4096])
+def test_blocks_are_multiplied_with_any_number_of_rows(rows: int, inputs: int) -> None:
+    """The library takes multiples of four rows and of four blocks of inputs only."""
+    weight = WeightMaker(256, inputs).fp8(True, "block")
+    numbers = weight.dequantised().to(DEVICE)
+    multiply = product_of(weight, None)
+    x = values(rows, inputs)
+    codes, scales, _ = round_fp8(x, True, None)
+    want = F.linear(codes.float() * scales.repeat_interleave(128, 1), numbers)
+    close(multiply(x), want)

@@ -12,8 +12,8 @@ import torch
 from random_decoder import BLOCK, RandomDecoder
 
 import quire.kernels.persistent
+from quire.kernels.nvrtc import compiled
 from quire.kernels.persistent.launch import DecodeStep, Mailbox, compile_ahead, source
-from quire.kernels.persistent.nvrtc import compiled
 from quire.kernels.persistent.schedule import DecoderSizes, Schedule, takes
 
 HERE = Path(__file__).parent

@@ -35,6 +35,11 @@ def compile_only(on: bool) -> None:
     _thread.compile_only = on
 
 
+def compiles_only() -> bool:
+    """Return whether launches of this thread only compile their kernels."""
+    return getattr(_thread, "compile_only", False)
+
+
 def note_compilations(note: Callable[[str], None]) -> None:
     """Have `note` called with the name of each kernel that this thread compiles from now on, when it begins."""
     _thread.note = note
@@ -49,7 +54,7 @@ class Kernel(JITFunction):
         return binder
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        warmup = warmup or getattr(_thread, "compile_only", False)
+        warmup = warmup or compiles_only()
         return super().run(*args, grid=grid, warmup=warmup, **options)
 
 

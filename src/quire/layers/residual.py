@@ -44,7 +44,7 @@ class ResidualAdd:
         self.matmul = _fusing_matmul(linear) if adds else None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
-        if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.fused_rows:
+        if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.added_rows:
             return self.matmul.add(x, residual), None
         return self.linear(x), residual
 

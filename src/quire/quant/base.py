@@ -61,12 +61,15 @@ NormedProduct = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor
 
 
 class FusingMatmul(Matmul):
-    """A `Matmul` that can be fused with the operations around it, for at most `fused_rows` rows.
+    """A `Matmul` that can be fused with the operations around it. Rounding is the same as in the separate operations.
 
-    Rounding is the same as in the separate operations.
+    Attributes:
+        fused_rows: most rows for `after_norm`.
+        added_rows: most rows for `add`.
     """
 
     fused_rows: int
+    added_rows: int
 
     @abstractmethod
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

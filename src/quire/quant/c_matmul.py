@@ -26,7 +26,7 @@ class CFusingMatmul(FusingMatmul):
             block: number of outputs that the kernel computes at once.
         """
         self.kernels, self.outputs, self.block = kernels, outputs, block
-        self.fused_rows = FEW_ROWS
+        self.fused_rows = self.added_rows = FEW_ROWS
         self.plain = self.weight_struct(None, "")
 
     @abstractmethod

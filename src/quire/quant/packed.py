@@ -115,8 +115,6 @@ def can_pack(dtype: torch.dtype = torch.float32) -> bool:
     """
     try:
         operators = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-        return all(operators) and (
-            dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
+        return all(operators) and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except AttributeError:
         return False

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import gated
+from quire.kernels.hopper import rows as hopper
+from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for
+from quire.kernels.hopper.lane_order import lane_order
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
 from quire.kernels.matmul.nibble_gemv import nibble_gemv, takes_nibbles
@@ -48,7 +51,7 @@ def make_packed_codes(env: Env, weight: QuantisedWeight, bias: torch.Tensor | No
     tensors = packed_tensors(weight)
     if tensors is None:
         return None
-    product = PackedCodesMatmul(tensors, weight, bias)
+    product = PackedCodesMatmul(tensors, weight, bias, env.dtype)
     env.weights.when_loaded(product.rearrange)
     permutation = weight.permutation if isinstance(weight, IntGroupWeight) else None
     return product if permutation is None else PermutedInputs(product, permutation)
@@ -95,8 +98,10 @@ class PackedCodesMatmul(FusingMatmul):
     front in the kernel that rounds the inputs.
     """
 
-    def __init__(self, weight: PackedTensors, form: QuantisedWeight, bias: torch.Tensor | None) -> None:
-        self.weight, self.form, self.bias = weight, form, bias
+    def __init__(
+        self, weight: PackedTensors, form: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.weight, self.form, self.bias, self.dtype = weight, form, bias, dtype
         self.rounding = form.rounding if isinstance(form, Fp8Weight) else "none"
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
@@ -104,12 +109,16 @@ class PackedCodesMatmul(FusingMatmul):
         self.narrow_rows = NARROW_ROWS if takes_rows(weight) else ANY_ROWS
         self.most_in_registers = rows_in_registers(self.rounds, weight.outputs, takes_rows(weight))
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
-        self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
+        # The library wants the scales of blocks four inputs' blocks at a time.
+        multiples = (128, 512) if self.by_group else (16, 128)
+        self.in_library = weight.outputs % multiples[0] == 0 and weight.inputs % multiples[1] == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
         self.gemv_rows = self._most_gemv_rows()
         self.fused_rows = max(self.most_in_registers, self.most_in_fp8)
         if self.rounds and self.in_library and not self.by_group:
             self.fused_rows = ANY_ROWS
+        self.added_rows = self.fused_rows
+        self.on_hopper: hopper.RowsWeight | None = None
         device = weight.codes.device
         self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
@@ -146,6 +155,33 @@ class PackedCodesMatmul(FusingMatmul):
         if self.by_group:
             self.library_scale = scale.t().contiguous().t()
         self.numbers = w.codes.view(torch.int8 if w.format == "byte" else torch.float8_e4m3fn)
+        self.on_hopper = self._weight_on_hopper()
+
+    def _weight_on_hopper(self) -> hopper.RowsWeight | None:
+        """Return the weight for the kernel of 17 to 256 rows on Hopper, or None if it does not take it."""
+        w = self.weight
+        if w.format == "fp8" and self.rounds and w.group == 0 and hopper.takes(self.numbers):
+            return hopper.RowsWeight(self.numbers, w.scale.float(), bias=self.bias)
+        if w.format == "int4" and takes_rows(w) and w.half >= 64 and hopper.takes(w.codes):
+            return hopper.RowsWeight(w.codes, w.scale.to(self.dtype), w.zero, self.bias)
+        return None
+
+    def _suits_hopper(self, rows: int, kind: str | None) -> bool:
+        """Return whether the kernel of Hopper multiplies so many rows, and is faster than the others."""
+        least = LEAST_ROWS if self.weight.half else self.most_in_registers + 1
+        most = most_rows_for(self.weight.format, self.weight.inputs, kind is not None)
+        return self.on_hopper is not None and least <= rows <= most
+
+    def _multiply_on_hopper(
+        self, x: torch.Tensor, scales: torch.Tensor | None, residual: torch.Tensor | None, kind: str | None
+    ) -> torch.Tensor:
+        w, rows = self.weight, x.shape[0]
+        assert self.on_hopper is not None
+        sms = target_of(x.device).sms
+        variant, split = variant_for(
+            w.format, rows, w.outputs, w.inputs, self.dtype, kind, sms, w.group, w.half or 128
+        )
+        return hopper.rows_product(x, self.on_hopper, variant, split, scales, residual)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x.contiguous())
@@ -161,6 +197,8 @@ class PackedCodesMatmul(FusingMatmul):
             if self.weight.half:
                 return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
+        if self.weight.half and self._suits_hopper(rows, kind):
+            return self._multiply_on_hopper(lane_order(x), None, residual, kind)
         if rows <= self.most_in_registers:
             product = nibble_rows if rows > self.narrow_rows else packed_product
             return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
@@ -188,6 +226,8 @@ class PackedCodesMatmul(FusingMatmul):
             residual, kind: as for `multiply`.
         """
         w = self.weight
+        if self._suits_hopper(codes.shape[0], kind):
+            return self._multiply_on_hopper(codes, scales, residual, kind)
         if codes.shape[0] <= self.most_in_fp8 or not self.in_library:
             return packed_product(
                 codes.view(torch.uint8),
@@ -203,15 +243,23 @@ class PackedCodesMatmul(FusingMatmul):
         if not self.by_group:
             sums = torch._scaled_mm(codes, numbers, self.one, self.one, out_dtype=torch.bfloat16)
             return rescale(sums, scales, w.scale, self.bias, residual, kind, dtype)
-        from torch.nn.functional import ScalingType, scaled_mm
-
-        y = scaled_mm(
-            codes, numbers, scales.t().contiguous().t(), ScalingType.BlockWise1x128, self.library_scale,
-            ScalingType.BlockWise128x128, output_dtype=dtype,
-        )  # fmt: skip
+        y = self._multiply_blocks(codes, scales, dtype)
         y = y if self.bias is None else y + self.bias
         y = y if kind is None else gated(y, kind)
         return y if residual is None else y + residual
+
+    def _multiply_blocks(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the library's product with scales of blocks, which takes multiples of four rows only."""
+        from torch.nn.functional import ScalingType, scaled_mm
+
+        rows = codes.shape[0]
+        if surplus := -rows % 4:
+            codes = F.pad(codes.view(torch.uint8), (0, 0, 0, surplus)).view(codes.dtype)
+            scales = F.pad(scales, (0, 0, 0, surplus))
+        return scaled_mm(
+            codes, self.numbers.t(), scales.t().contiguous().t(), ScalingType.BlockWise1x128, self.library_scale,
+            ScalingType.BlockWise128x128, output_dtype=dtype,
+        )[:rows]  # fmt: skip
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self.multiply(x.contiguous(), residual)

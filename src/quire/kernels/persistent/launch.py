@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.persistent.nvrtc import compiled
+from quire.kernels.nvrtc import compiled
 from quire.kernels.persistent.schedule import Schedule
 
 _FOLDER = Path(__file__).parent

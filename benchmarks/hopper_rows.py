@@ -90,12 +90,12 @@ def before(format: str, x: torch.Tensor, scales: torch.Tensor | None, w: RowsWei
         return lambda: F.linear(x, w.weight)
     if format == "fp8":
         assert scales is not None and w.scale is not None
-        one = torch.ones((), device=CUDA)
+        row_scales, scale, one = scales, w.scale, torch.ones((), device=CUDA)
         return lambda: rescale(
-            torch._scaled_mm(x, w.weight.t(), one, one, out_dtype=HALF_DTYPE), scales, w.scale, None, None, None,
+            torch._scaled_mm(x, w.weight.t(), one, one, out_dtype=HALF_DTYPE), row_scales, scale, None, None, None,
             HALF_DTYPE,
         )  # fmt: skip
-    assert w.scale is not None
+    assert w.scale is not None and w.zero is not None
     arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=CUDA)
     packed = PackedTensors("int4", w.weight, inputs, w.scale, GROUP, 1, w.zero, None, half=HALF)
     return lambda: nibble_rows(x, packed, None, arrived)

@@ -286,6 +286,11 @@ class EngineConfig:
         "capture the most common steps before the first request: off starts about a second sooner, but the first "
         "minute is slower",
     )
+    compile_processes: int | None = _kernels(
+        None,
+        "processes that compile kernels before the first request, on a GPU under Linux (default: one per core, at most "
+        "16; 0 compiles in threads)",
+    )
     persistent_kernel: bool = _kernels(
         False,
         "run decode steps of 1, 2, 4 or 8 rows as one kernel: dense Llama and Qwen models in bf16 on a Hopper GPU; "

@@ -216,7 +216,8 @@ def _check_numbers(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-    for name in ("state_snapshot_interval", "state_snapshot_answers"):
+    optional = () if config.compile_processes is None else ("compile_processes",)
+    for name in ("state_snapshot_interval", "state_snapshot_answers", *optional):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")

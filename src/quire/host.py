@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from quire.compilers import NO_COMPILERS, Compilers
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
@@ -42,6 +43,7 @@ def build_engine(
     group: Peers | None = None,
     secret: bytes | None = None,
     exports: int | None = None,
+    compilers: Compilers = NO_COMPILERS,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
@@ -51,6 +53,7 @@ def build_engine(
         group: the processes of the other ranks; None starts them here.
         secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
         exports: descriptor of the memory in which a prefill engine shows its blocks; None for other engines.
+        compilers: the processes that compile kernels of the first rank.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -74,7 +77,7 @@ def build_engine(
         times = PhaseSpans()
         times.note("import", time.time() - imports_s, time.time())
         with times.during("config"):
-            rank = Rank(config, path, load_spec(path), exports=exports)
+            rank = Rank(config, path, load_spec(path), exports=exports, compilers=compilers)
         clock.end("config")
         with closing(rank), rank.guard():
             return _build(rank, _StartUp(rank, group, times), group, path, clock, secret, prefills)

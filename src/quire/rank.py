@@ -26,6 +26,7 @@ from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buf
 from quire.assembly.steps import pick_launch, step_limits
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover, snapshot_pages
 from quire.assembly.transport import open_exports, open_reader, pick_transport
+from quire.compilers import NO_COMPILERS, Compilers
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.env import Env
@@ -58,6 +59,7 @@ class Rank:
         spec: the model's spec.
         index: number of this rank.
         exports: descriptor of the memory in which the blocks of a prefill engine are; None for other engines.
+        compilers: the processes that compile kernels.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -75,7 +77,9 @@ class Rank:
         spec: ModelSpec,
         index: int = 0,
         exports: int | None = None,
+        compilers: Compilers = NO_COMPILERS,
     ) -> None:
+        self._compilers = compilers
         place = self._place = pick_place(config, index)
         check_shards(spec, place.size, config.enable_expert_parallel)
         check_stages(spec, place.stages)
@@ -201,7 +205,7 @@ class Rank:
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
         with self._parallel.communicator.muted(), self._link.muted():
-            self.worker.compile_kernels()
+            self.worker.compile_kernels(self._compilers)
 
     def measure(self) -> int:
         """Return the longest context that fits into what the largest step leaves for the KV cache."""

@@ -1,8 +1,8 @@
 """The process of a rank other than the first: it builds its part of the model, then runs the plans of the host.
 
-The host starts it as `python -m quire.rank_process here DEVICE CHANNEL MEMORY WAKE INDEX READERS`: its device, file
-descriptors of its end of the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers
-of the ring. On another host `quire rank` starts it as `python -m quire.rank_process connect ADDRESS DEVICE`, with the
+The host starts it as `python -m quire.rank_process here DEVICE COMPILERS CHANNEL MEMORY WAKE INDEX READERS`: its device,
+the number of processes that compile kernels for it, file descriptors of its end of the channel, of the ring's memory and
+of the pipe that wakes it, and its place among the readers of the ring. On another host `quire rank` starts it as `python -m quire.rank_process connect ADDRESS DEVICE`, with the
 token on standard input. It ends with
 the host, with a STOP message, or with an error, which it reports in its last message.
 """
@@ -16,9 +16,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from quire.compilers import NO_COMPILERS, Compilers
 from quire.frontend.client.base import error_text
 from quire.frontend.client.channel import Channel, hangup_poller
 from quire.frontend.client.remote import Hello, connect, own_address, split_address
@@ -26,7 +28,7 @@ from quire.ranks import messages as msg
 from quire.ranks.remote import ChannelReader
 from quire.ranks.ring import ReaderEnd, RingReader
 from quire.ranks.timeline import PhaseSpans
-from quire.start import wake_gpu
+from quire.start import compilers_for, wake_gpu
 from quire.types import QuireError, StepHandle, TransferEnd
 
 _FAREWELL_S = 5.0  # limit on sending the last message
@@ -42,12 +44,13 @@ class PlanReader(Protocol):
         ...
 
 
-def main_here(device: str, channel_file: int, end: ReaderEnd) -> int:
+def main_here(device: str, compilers: int, channel_file: int, end: ReaderEnd) -> int:
     """Run a rank on the host of the first one, and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they also reach the host, which stops this process
         signal.signal(number, signal.SIG_IGN)
     raw = socket.socket(fileno=channel_file)
-    return _main(raw, Channel(raw), lambda channel: RingReader(end), device)
+    with closing(compilers_for(device, compilers)) as processes:
+        return _main(raw, Channel(raw), lambda channel: RingReader(end), device, processes)
 
 
 def main_elsewhere(address: str, device: str) -> int:
@@ -55,11 +58,15 @@ def main_elsewhere(address: str, device: str) -> int:
     host, port = split_address(address)
     token = sys.stdin.readline().strip()
     raw = connect(host, port, Hello(token, own_address(host), os.getpid(), device), _CONNECT_S)
-    return _main(raw, Channel(raw), ChannelReader, device)
+    return _main(raw, Channel(raw), ChannelReader, device, NO_COMPILERS)
 
 
 def _main(
-    raw: socket.socket, channel: Channel, make_reader: Callable[[Channel], PlanReader], device: str
+    raw: socket.socket,
+    channel: Channel,
+    make_reader: Callable[[Channel], PlanReader],
+    device: str,
+    compilers: Compilers,
 ) -> int:
     threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
     # The driver takes a second or more, in which torch can be imported.
@@ -70,7 +77,7 @@ def _main(
             import quire.rank  # noqa: F401  (imports torch, while the host does the same)
         if not channel.poll(_START_S):
             return 1
-        _run(msg.decode_start(channel.receive()), channel, make_reader(channel), times)
+        _run(msg.decode_start(channel.receive()), channel, make_reader(channel), times, compilers)
         return 0
     except EOFError:  # the host is gone
         return 1
@@ -89,7 +96,9 @@ def _end_with_host(channel: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(start: msg.StartRank, channel: Channel, plans: PlanReader, times: PhaseSpans) -> None:
+def _run(
+    start: msg.StartRank, channel: Channel, plans: PlanReader, times: PhaseSpans, compilers: Compilers
+) -> None:
     from quire.frontend.location import locate_model
     from quire.models.config.load import load_spec
     from quire.rank import Rank
@@ -100,7 +109,7 @@ def _run(start: msg.StartRank, channel: Channel, plans: PlanReader, times: Phase
         path = Path(start.path)
         if not path.exists():  # another host keeps its files elsewhere
             path = locate_model(start.config.model, start.config.revision).path
-        rank = Rank(start.config, path, load_spec(path), start.rank)
+        rank = Rank(start.config, path, load_spec(path), start.rank, compilers=compilers)
     channel.send(msg.encode(msg.PhaseEnded(0, times.spans)))
     executor: LocalExecutor | None = None
     in_flight: deque[StepHandle] = deque()
@@ -145,7 +154,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "connect":
         code = main_elsewhere(*sys.argv[2:])
     else:
-        code = main_here(sys.argv[2], int(sys.argv[3]), ReaderEnd(*map(int, sys.argv[4:])))
+        code = main_here(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), ReaderEnd(*map(int, sys.argv[5:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

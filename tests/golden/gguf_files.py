@@ -85,6 +85,8 @@ def _changed(arch: str, name: str, value: np.ndarray, config: Any) -> list[tuple
         ]
     if name.endswith("e_score_correction_bias"):
         return [(block + "exp_probs_b.bias", value.reshape(-1))]
+    if ".act_fn." in name:
+        return [(f"{block}xielu.{name.rpartition('.')[2]}", value)]
     if name.endswith("router.scale"):
         return [(block + "ffn_gate_inp.scale", value)]
     if name.endswith("per_expert_scale"):
@@ -180,6 +182,15 @@ def _scaled(name: str, value: np.ndarray, config: Any) -> np.ndarray:
     return (value * factor).astype(np.float32)
 
 
+def xielu_keys(tensors: Tensors) -> dict[str, list[float]]:
+    """Take the numbers of Apertus' activation out of the tensors, and return them as lists over layers."""
+    keys: dict[str, list[float]] = {}
+    for name in sorted(tensors, key=lambda name: int(name.split(".")[1]) if name.startswith("blk.") else -1):
+        if ".xielu." in name:
+            keys.setdefault("xielu." + name.rpartition(".")[2], []).append(float(tensors.pop(name).item()))
+    return keys
+
+
 def rope_tensors(arch: str, config: Any) -> Tensors:
     """Return the divisors of rotary frequencies that a file has as tensors."""
     if arch == "gemma4":
@@ -205,13 +216,24 @@ def rope_tensors(arch: str, config: Any) -> Tensors:
 
 
 def write_file(
-    path: Path, arch: str, keys: dict[str, Any], tensors: Tensors, kind: Q = Q.F32, eos: int = 2
+    path: Path,
+    arch: str,
+    keys: dict[str, Any],
+    tensors: Tensors,
+    kind: Q = Q.F32,
+    eos: int = 2,
+    bare: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a file with these keys of the architecture; matrices of whole blocks are stored as `kind`."""
+    """Write a file with these keys of the architecture; matrices of whole blocks are stored as `kind`.
+
+    The keys of `bare` have no architecture in front.
+    """
     writer = gguf.GGUFWriter(path, arch)
     writer.add_eos_token_id(eos)
     for key, value in keys.items():
         add_key(writer, f"{arch}.{key}", value)
+    for key, value in (bare or {}).items():
+        add_key(writer, key, value)
     for name, value in tensors.items():
         value = np.ascontiguousarray(value, np.float32)
         if fits(value, kind):
@@ -244,11 +266,12 @@ def write_gguf_of(folder: Path, arch: str, config: Any, kind: Q = Q.F32, rounded
     config.allow_global_per_layer_attribute_access = True  # of Gemma 4
     tensors = tensors_of(arch, folder, config)
     keys = metadata_of(arch, config, tensors)
+    bare = xielu_keys(tensors)
     tensors = {**tensors, **rope_tensors(arch, config)}
     if rounded:
         tensors = {name: as_rounded(value, kind) for name, value in tensors.items()}
     path = folder / f"{kind.name}{'-rounded' * rounded}.gguf"
-    return write_file(path, arch, keys, tensors, Q.F32 if rounded else kind)
+    return write_file(path, arch, keys, tensors, Q.F32 if rounded else kind, bare=bare)
 
 
 def fits(value: np.ndarray, kind: Q) -> bool:

@@ -163,6 +163,16 @@ def _glm_lite(config: Any, tensors: Tensors) -> dict[str, Any]:
     return {**_latent(config, tensors), "leading_dense_block_count": 1, "expert_gating_func": 2}
 
 
+def _glm_dsa(config: Any, tensors: Tensors) -> dict[str, Any]:
+    return {
+        **_glm_lite(config, tensors),
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+    }
+
+
 def _kimi(config: Any, tensors: Tensors) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config.layer_types]
     return {
@@ -277,6 +287,7 @@ def _phi2(config: Any, tensors: Tensors) -> dict[str, Any]:
 
 METADATA: dict[str, Callable[[Any, Tensors], dict[str, Any]]] = {
     "deepseek2": _glm_lite,
+    "glm-dsa": _glm_dsa,
     "falcon-h1": _falcon_h1,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,

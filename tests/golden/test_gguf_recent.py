@@ -30,6 +30,8 @@ CASES["gguf-ministral3"] = (
     {"rope_parameters": {**CASES["ministral3"][1]["rope_parameters"], "mscale_all_dim": 0.7}},
 )
 FILES = [
+    ("apertus", "apertus"),
+    ("glm-dsa", "glm-moe-dsa"),
     ("falcon-h1", "gguf-falcon-h1"),
     ("falcon-h1", "falcon-h1-plain"),
     ("gemma3n", "gemma3n"),

@@ -1,5 +1,6 @@
 # ruff: noqa: E402  (imports that must follow a patch)
-"""Check that `background_compilation` compiles each kernel once, in its threads, and that only other threads launch.
+"""Check that `background_compilation` compiles each kernel once, in threads or other processes, and that only other
+threads launch.
 
 test_ahead.py runs this in a separate process, for Hopper, without a GPU.
 """
@@ -17,6 +18,9 @@ hopper = CountingDriver(90)
 driver.set_active(hopper)
 torch.cuda.set_device = lambda device: None
 
+from triton import knobs
+
+from quire.compilers import NO_COMPILERS, Compilers, start_compilers
 from quire.kernels import activation, norm
 from quire.kernels.ahead import background_compilation
 
@@ -33,8 +37,8 @@ def in_threads(*works: Callable[[], object]) -> None:
         thread.join()
 
 
-def build() -> list[str]:
-    with background_compilation(CPU, threads=2) as compilation:
+def build(compilers: Compilers = NO_COMPILERS) -> list[str]:
+    with background_compilation(CPU, compilers, threads=2) as compilation:
         for _ in range(3):
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
@@ -71,3 +75,24 @@ in_threads(*[lambda: activation.gated(gate_up, "silu")] * 4)
 print("launches at once", hopper.launches.total())
 norm.rms_norm(x, weight, 1e-6)
 print("launches behind it", hopper.launches.total() - 4)
+
+# Other processes compile what is not on disk, and this one finds it there. One that ends is replaced by this process.
+compiled_here: list[str] = []
+
+
+def note_compiled(src: object, cache_hit: bool, **about: object) -> None:
+    if not cache_hit:
+        compiled_here.append(getattr(src, "name", ""))
+
+
+knobs.compilation.listener = note_compiled
+compilers = start_compilers(2)
+with background_compilation(CPU, compilers) as compilation:
+    norm.layer_norm(x.half(), weight.half(), weight.half(), 1e-6)
+    norm.rms_norm(x.half(), weight, 1e-6)
+    activation.gated(gate_up.half(), "silu")
+print("compiled in other processes", len(compilation.missing), "here", len(compiled_here))
+compilers.close()
+with background_compilation(CPU, compilers) as compilation:
+    norm.layer_norm(x.bfloat16(), weight.bfloat16(), weight.bfloat16(), 1e-6)
+print("without them", len(compilation.missing), "here", len(compiled_here))

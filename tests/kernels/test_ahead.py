@@ -79,7 +79,22 @@ def test_kernels_are_compiled_in_threads_and_not_run(tmp_path: Path) -> None:
         "launches of other threads 2",
         "launches at once 4",
         "launches behind it 1",
+        "compiled in other processes 3 here 0",
+        "without them 1 here 1",
     ]
+
+
+def test_names_on_disk_do_not_depend_on_what_was_compiled_before() -> None:
+    """Otherwise another process, or the next start with other settings, would not find a kernel."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("kernel_names.py"))
+    printed = []
+    for step in ("1", "-1"):
+        done = subprocess.run([sys.executable, script, step], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed.append(done.stdout.splitlines())
+    assert len(printed[0]) > 100
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.gpu

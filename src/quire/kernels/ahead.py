@@ -1,7 +1,8 @@
 """Parallel compilation of the kernels of a step, before the first step runs.
 
-Compiling kernels one after the other at their first launch takes seconds. Most of that time is spent outside the
-Python interpreter, so a pool of threads shortens it.
+Compiling kernels one after the other at their first launch takes seconds. Here a pool of threads compiles them side by
+side. With `Compilers` each thread hands its kernels to another process, and loads them from disk. Without them the
+threads compile, and share the interpreter, which takes about a quarter of a compilation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 import triton
 from torch.overrides import TorchFunctionMode
 
-from quire.kernels.jit import compile_only, note_compilations
+from quire.compilers import NO_COMPILERS, Compilers
+from quire.kernels.compile_job import encode_job
+from quire.kernels.jit import Source, call_on_miss, compile_only
 
 _THREADS = 16
 _TURN_S = 0.0002  # of a thread, in which it keeps the interpreter to itself
@@ -25,7 +28,9 @@ _POLL_S = 0.01
 
 
 @contextlib.contextmanager
-def background_compilation(device: torch.device, threads: int = _THREADS) -> Iterator[Compilation]:
+def background_compilation(
+    device: torch.device, compilers: Compilers = NO_COMPILERS, threads: int = _THREADS
+) -> Iterator[Compilation]:
     """Compile the kernels that this thread launches in the context, without running any of them.
 
     Inside this context a kernel launch only triggers its compilation in the background. Results are meaningless, but
@@ -36,13 +41,15 @@ def background_compilation(device: torch.device, threads: int = _THREADS) -> Ite
 
     Args:
         device: the CUDA device that kernels are loaded onto.
-        threads: number of compiling threads.
+        compilers: the processes that compile; without any, threads do.
+        threads: number of compiling threads, without processes.
 
     Yields:
         The compilation, which tells what was missing from the cache on disk.
     """
+    threads = compilers.count or threads
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
-        compilation = Compilation(pool)
+        compilation = Compilation(pool, compilers)
         with _short_turns(), compilation, _Zeroed():
             yield compilation
 
@@ -62,14 +69,15 @@ def _short_turns() -> Iterator[None]:
 
 
 class Compilation(triton.AsyncCompileMode):
-    """A mode in which the launches of this thread have `pool` compile and load their kernels.
+    """A mode in which the launches of this thread have `pool` load their kernels, and `compilers` compile them.
 
     Attributes:
         missing: names of the kernels that were not in the cache on disk, as far as the pool has looked for them.
     """
 
-    def __init__(self, pool: Executor) -> None:
+    def __init__(self, pool: Executor, compilers: Compilers) -> None:
         super().__init__(pool, ignore_errors=True)
+        self._compilers = compilers
         self.missing: list[str] = []
 
     def any_missing(self) -> bool:
@@ -92,10 +100,15 @@ class Compilation(triton.AsyncCompileMode):
         return super().submit(key, lambda: self._load(compile_fn), finalize_fn)
 
     def _load(self, compile_fn: Callable[[], Any]) -> Any:
-        note_compilations(self.missing.append)
+        call_on_miss(self._hand_over)
         compiled = compile_fn()
         _ = compiled.run  # reading this property builds the launcher and loads the code
         return compiled
+
+    def _hand_over(self, source: Source, options: dict[str, Any]) -> None:
+        self.missing.append(source.name)
+        if self._compilers.count:
+            self._compilers.compile(source.name, encode_job(source, options))
 
 
 class _Zeroed(TorchFunctionMode):

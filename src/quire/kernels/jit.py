@@ -14,12 +14,29 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 _loading = threading.Lock()
-# Attributes: `compile_only`, whether launches of this thread only compile, and `note`, what is called with the name of
-# each kernel that this thread begins to compile.
+# Attributes: `compile_only`, whether launches of this thread only compile, and `on_miss`, of `call_on_miss`.
 _thread = threading.local()
+
+
+def _merge_after_hashing() -> None:
+    """Make names of kernels in the cache on disk independent of the kernels that were launched before.
+
+    Triton adds the constants that a called function uses to its caller's name, but computes them afterwards. So they
+    are missing unless the function was called by an earlier kernel, and another process finds another name.
+    """
+    merge = DependenciesFinder._update_hash
+
+    def hash_and_merge(self: DependenciesFinder, function: Any) -> None:
+        _ = function.cache_key  # computes the constants
+        merge(self, function)
+
+    DependenciesFinder._update_hash = hash_and_merge
+
+
+_merge_after_hashing()
 
 
 def kernel(function: Any = None, **options: Any) -> Any:
@@ -40,9 +57,13 @@ def compiles_only() -> bool:
     return getattr(_thread, "compile_only", False)
 
 
-def note_compilations(note: Callable[[str], None]) -> None:
-    """Have `note` called with the name of each kernel that this thread compiles from now on, when it begins."""
-    _thread.note = note
+def call_on_miss(on_miss: Callable[[Source, dict[str, Any]], None]) -> None:
+    """Have `on_miss` called before this thread compiles a kernel that is not on disk.
+
+    It gets the source and the other arguments of `triton.compile`. It may have another process compile the kernel:
+    afterwards this thread looks on the disk again.
+    """
+    _thread.on_miss = on_miss
 
 
 class Kernel(JITFunction):
@@ -58,14 +79,21 @@ class Kernel(JITFunction):
         return super().run(*args, grid=grid, warmup=warmup, **options)
 
 
+class _NotOnDisk(Exception):
+    """The cache on disk does not hold a kernel."""
+
+
 class Source(ASTSource):
     """The source of a kernel for one set of argument types."""
+
+    missed = False  # the cache on disk did not hold the kernel
 
     def make_ir(
         self, *args: Any, **kwargs: Any
     ) -> Any:  # called if the cache on disk does not hold the kernel
-        if note := getattr(_thread, "note", None):
-            note(self.name)
+        if hasattr(_thread, "on_miss") and not self.missed:
+            self.missed = True
+            raise _NotOnDisk
         return super().make_ir(*args, **kwargs)
 
 
@@ -80,7 +108,11 @@ class _SharedKernel(CompiledKernel):
         return self._run
 
 
-def _compile(*args: Any, **kwargs: Any) -> CompiledKernel:
-    compiled = triton.compile(*args, **kwargs)
+def _compile(source: Source, **options: Any) -> CompiledKernel:
+    try:
+        compiled = triton.compile(source, **options)
+    except _NotOnDisk:
+        _thread.on_miss(source, options)
+        compiled = triton.compile(source, **options)
     compiled.__class__ = _SharedKernel
     return compiled

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quire import types
+from quire.compilers import usual_count
 from quire.config import EngineConfig
 from quire.frontend.client.channel import Channel
 from quire.frontend.client.remote import RemoteProcess, meeting_host
@@ -132,7 +133,14 @@ def start_peers(config: EngineConfig) -> Peers:
         return NoPeers()
     size = config.num_ranks
     joined = await_ranks(config.rank_address, config.rank_token, size - 1) if config.rank_address else None
-    return RankGroup(size, config.rank_timeout, joined, config.device)
+    return RankGroup(size, config.rank_timeout, joined, config.device, compiler_count(config))
+
+
+def compiler_count(config: EngineConfig) -> int:
+    """Return the number of processes that compile kernels for each rank of this host."""
+    if config.compile_processes is not None:
+        return config.compile_processes
+    return usual_count(1 if config.rank_address else config.num_ranks)
 
 
 class _LocalProcess(subprocess.Popen[bytes]):
@@ -179,6 +187,7 @@ class RankGroup:
         timeout_s: time without progress after which a rank counts as hung.
         joined: ranks of other hosts, which have connected; None starts all ranks on this host.
         device: of the first rank; the GPUs of the others follow it.
+        compilers: number of processes that compile kernels for each rank that is started here.
 
     Raises:
         ConfigError: on Windows, where a child process cannot inherit descriptors.
@@ -190,6 +199,7 @@ class RankGroup:
         timeout_s: float,
         joined: Sequence[JoinedRank] | None = None,
         device: str = "auto",
+        compilers: int = 0,
     ) -> None:
         if sys.platform == "win32":
             raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
@@ -202,17 +212,17 @@ class RankGroup:
         self.ring: RingWriter | ChannelRing
         if joined is None:
             self.ring = RingWriter(size - 1)
-            self._start_all(self.ring.ends(), device)
+            self._start_all(self.ring.ends(), device, compilers)
         else:
             self.ring = ChannelRing([one.channel for one in joined])
             self._peers += [_remote(rank, one) for rank, one in enumerate(joined, 1)]
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
 
-    def _start_all(self, ends: Sequence[ReaderEnd], device: str) -> None:
+    def _start_all(self, ends: Sequence[ReaderEnd], device: str, compilers: int) -> None:
         """Start the processes, or none of them if one cannot be started."""
         try:
             for rank, end in enumerate(ends, 1):
-                self._peers.append(_start(rank, end, device))
+                self._peers.append(_start(rank, end, device, compilers))
         except BaseException:
             self.kill()
             raise
@@ -347,10 +357,10 @@ class RankGroup:
                 peer.process.wait()
 
 
-def _start(rank: int, end: ReaderEnd, device: str) -> _Peer:
+def _start(rank: int, end: ReaderEnd, device: str, compilers: int) -> _Peer:
     ours, theirs = socket.socketpair()
     with theirs:
-        numbers = (theirs.fileno(), end.memory, end.wake, end.index, end.readers)
+        numbers = (compilers, theirs.fileno(), end.memory, end.wake, end.index, end.readers)
         kind, _, first = device.partition(":")
         own = f"{kind}:{int(first) + rank}" if first.isdecimal() else f"{kind}:{rank}"
         command = [sys.executable, "-m", "quire.rank_process", "here", own, *map(str, numbers)]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
+from quire.compilers import Compilers
 from quire.kernels import available
 from quire.models.decoder import Model
 from quire.models.layer_kinds import few_layers
@@ -69,8 +70,8 @@ class Worker:
         self._states: StateMemory | None = None
         self.reserved_bytes = 0  # the last result of `measure`
 
-    def compile_kernels(self) -> None:
-        """Compile the kernels of common steps in parallel, or find them on disk, and load them."""
+    def compile_kernels(self, compilers: Compilers) -> None:
+        """Compile the kernels of common steps with `compilers`, or find them on disk, and load them."""
         if (
             not available(self.device) or not self._layout.paged
         ):  # in other layouts a single block can be huge
@@ -82,7 +83,7 @@ class Worker:
         size = self.scratch_size()
         blocks = self.make_blocks(size)
         eager, usual = (self.make_runner(size, blocks, graphs) for graphs in (False, True))
-        with few_layers(self.model), background_compilation(self.device) as compilation:
+        with few_layers(self.model), background_compilation(self.device, compilers) as compilation:
             run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
             self._run_request(usual, size)
             if compilation.any_missing():  # then those of other sizes are missing too: better now than later

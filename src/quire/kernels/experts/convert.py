@@ -25,8 +25,8 @@ mov.b32 c, 0x80008000;
 fma.rn.bf16x2 $0, a, $3, c;
 fma.rn.bf16x2 $1, b, $4, c;
 }""")
-_FP4_LOW = tl.constexpr(_FP4_ASM.value.replace("SHIFT", "0"))
-_FP4_HIGH = tl.constexpr(_FP4_ASM.value.replace("SHIFT", "4"))
+_SCALED_FP4_LOW = tl.constexpr(_FP4_ASM.value.replace("SHIFT", "0"))
+_SCALED_FP4_HIGH = tl.constexpr(_FP4_ASM.value.replace("SHIFT", "4"))
 FP4_FACTOR = tl.constexpr(2.0**64)  # what sums lack then: a scale times 2^126 could be infinite
 
 
@@ -74,7 +74,7 @@ def scaled_fp4(codes, scale, E8M0: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl
     else:
         scale = (scale.to(tl.float32) * 4611686018427387904.0).to(tl.bfloat16)  # 2^62
     return tl.inline_asm_elementwise(
-        _FP4_HIGH if HIGH else _FP4_LOW,
+        _SCALED_FP4_HIGH if HIGH else _SCALED_FP4_LOW,
         "=&r,=&r,r,r,r",
         [codes, _spread(scale, COLUMNS)],
         dtype=tl.bfloat16,

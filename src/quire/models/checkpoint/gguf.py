@@ -26,6 +26,8 @@ from quire.models.checkpoint.gguf_changes import Change, Order, change_of
 from quire.models.checkpoint.gguf_names import IN_SPEC, GGUFNames, GGUFPlace
 from quire.models.config.gguf import Metadata
 from quire.models.config.gguf_file import GGUFTensor, open_gguf
+from quire.models.config.gguf_recent import XIELU
+from quire.models.config.gguf_source import GGUFSource
 from quire.models.spec import ModelSpec
 from quire.quant.formats.gguf import KINDS
 from quire.types import ModelError
@@ -44,8 +46,9 @@ class GGUFCheckpoint(Checkpoint):
         file = open_gguf(path)
         self.path = path
         self.spec = spec
-        self.arch = Metadata(file, path).arch
-        self.tensors = {tensor.name: tensor for tensor in file.tensors}
+        meta = Metadata(file, path)
+        self.arch = meta.arch
+        self.tensors = {tensor.name: tensor for tensor in [*file.tensors, *_xielu(meta, spec)]}
         self.names = GGUFNames(self.arch, self.tensors)
         self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
         unused = _unused(spec)
@@ -111,7 +114,8 @@ class GGUFCheckpoint(Checkpoint):
         values = self._unpack(place.name, data[_chosen(change.rows, rows)] if early else data, source)
         if not early:
             values = values.reshape(inside)
-            values = (values.T if transposed else values)[_chosen(change.rows, _WHOLE)][rows]
+            if shape:  # a single number has no rows
+                values = (values.T if transposed else values)[_chosen(change.rows, _WHOLE)][rows]
         if change.cols:
             values = values[:, change.cols.index]
         values = change.values(values) if change.values else values
@@ -170,6 +174,20 @@ class GGUFCheckpoint(Checkpoint):
             raise ModelError(
                 f"{self.path}: tensor {name} has the format {kind.name}, which cannot be read ({error})"
             ) from error
+
+
+def _xielu(meta: Metadata, spec: ModelSpec) -> list[GGUFTensor]:
+    """Return the numbers of xIELU, which are metadata, as a tensor of one number for each layer and name."""
+    if spec.activation != "xielu":
+        return []
+    source = GGUFSource(meta.arch, meta, {}, {}, spec.num_layers)
+    return [
+        GGUFTensor(
+            f"blk.{layer}.xielu.{name}", gguf.GGMLQuantizationType.F32, (1,), np.array([value], np.float32)
+        )
+        for name in XIELU
+        for layer, value in enumerate(source.by_layer(f"xielu.{name}"))
+    ]
 
 
 def _unused(spec: ModelSpec) -> re.Pattern[str]:

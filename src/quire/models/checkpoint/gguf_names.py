@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import gguf
 
+from quire.models.config.gguf_recent import XIELU
+
 IN_SPEC = {
     "rope_freqs.weight",
     "rope_factors_long.weight",
@@ -32,6 +34,7 @@ _TOP = {
 _STREAMS = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
 # Tensors of a layer that have no suffix, or another one than weight and bias, by the last part of their name.
 _WHOLE_NAMES = {
+    **{name: f"xielu.{name}" for name in XIELU},  # metadata of the file, see gguf.py
     "A_log": "ssm_a",
     "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",

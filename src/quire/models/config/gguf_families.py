@@ -76,6 +76,7 @@ _SIGMOID = 2  # in .expert_gating_func; 1 is a softmax
 _QWEN_NEXT = Translation(config=gguf_hybrids.qwen_next)
 _NEMOTRON_H = Translation(config=gguf_hybrids.nemotron_h)
 TRANSLATIONS = {
+    "apertus": Translation(config=gguf_recent.apertus),
     "arcee": Translation(),
     "chatglm": Translation(),
     "cohere2": Translation(_LOGIT_SCALE, has_window=True),
@@ -90,6 +91,7 @@ TRANSLATIONS = {
     "gemma2": Translation(_CAPS, has_window=True),
     "gemma3n": Translation(config=gguf_recent.gemma3n, has_window=True),
     "gemma4": Translation(config=gguf_recent.gemma4, has_window=True),
+    "glm-dsa": Translation(config=gguf_recent.glm_dsa, own_rope=True),
     "glm4": Translation(),
     "glm4moe": Translation(),
     "gpt-oss": Translation(has_window=True),
@@ -126,7 +128,7 @@ TRANSLATIONS = {
     "starcoder2": Translation(),
 }
 # Architectures of files that have latent attention.
-LATENT = ("deepseek2", "kimi-linear", "mistral4")
+LATENT = ("deepseek2", "glm-dsa", "kimi-linear", "mistral4")
 _GEMMA2_27B_LAYERS = 46  # Gemma 2 27B scales queries by hidden / heads instead of by head_dim
 
 

@@ -8,8 +8,28 @@ from typing import Any
 from quire.models.config.gguf_source import GGUFSource
 from quire.types import ModelError
 
+# Numbers of xIELU in the metadata, one for each layer, which other checkpoints have as tensors.
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _MAVERICK_EXPERTS = 128  # Llama 4 Maverick has no norms of q and k
 _LOCAL_THETA = 10000.0
+
+
+def apertus(source: GGUFSource) -> dict[str, Any]:
+    """Return the fields of Apertus."""
+    for key in XIELU:
+        source.by_layer(f"xielu.{key}")
+    return {"hidden_act": "xielu"}
+
+
+def glm_dsa(source: GGUFSource) -> dict[str, Any]:
+    """Return the fields of GLM-5 beside those of latent attention: a file has no indexer where layers share one."""
+    indexed = source.layers_with("indexer.proj.weight")
+    sizes = source.integers(
+        index_n_heads=".attention.indexer.head_count",
+        index_head_dim=".attention.indexer.key_length",
+        index_topk=".attention.indexer.top_k",
+    )
+    return {**sizes, "indexer_types": ["full" if each else "shared" for each in indexed]}
 
 
 def gemma3n(source: GGUFSource) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class GGUFSource:
         values = found if isinstance(found, list) else [found] * self.layers
         if len(values) < self.layers:
             raise ModelError(
-                f"{self.meta.path}: the metadata key {self.arch}{key} holds {len(values)} values for {self.layers} layers"
+                f"{self.meta.path}: the metadata key {self.arch if key.startswith('.') else ''}{key} holds "
+                f"{len(values)} values for {self.layers} layers"
             )
         return values[: self.layers]
 

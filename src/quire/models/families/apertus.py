@@ -41,4 +41,5 @@ FAMILY = Family(
     architectures=names("Apertus", "apertus"),
     parse=_parse,
     special="xIELU in an MLP without gate, norms of q and k heads",
+    gguf=("apertus",),
 )

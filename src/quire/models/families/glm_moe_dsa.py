@@ -40,6 +40,7 @@ FAMILY = Family(
     architectures=names("GlmMoeDsa", "glm_moe_dsa"),
     parse=_parse,
     special="latent attention, sparse as in DeepSeek-V3.2; layers without an indexer use the choice of the last one",
+    gguf=("glm-dsa",),
     tools="glm45",
     reasoning="think",
 )

@@ -68,6 +68,9 @@ class Device:
         ready_s: float
         result: StepResult
 
+        def ready(self) -> bool:
+            return self.clock.now_s >= self.ready_s
+
         def wait(self) -> StepResult:
             self.clock.now_s = max(self.clock.now_s, self.ready_s)
             return self.result

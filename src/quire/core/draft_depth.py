@@ -44,7 +44,9 @@ _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
 _START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
 _MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most, unless a probe costs more
-_TRIAL_STEPS = 4  # until the first step with drafts counts as lost, because its request has ended or they were dropped
+_TRIAL_STEPS = (
+    4  # until the first step with drafts counts as lost, because its request has ended or they were dropped
+)
 
 
 def best_depth(acceptance: float, price: float, most: int) -> int:
@@ -314,7 +316,9 @@ class _StepTimes:
 
     def probe_s(self, acceptance: float) -> float:
         """Return the time that a probe is expected to lose, as far as it is known."""
-        drafted = next((self._usual(depth) for depth in range(1, len(self._newest_s)) if self.knows(depth)), 0.0)
+        drafted = next(
+            (self._usual(depth) for depth in range(1, len(self._newest_s)) if self.knows(depth)), 0.0
+        )
         return max(0.0, drafted - (1 + acceptance) * self.plain_s)
 
     def is_turn_due(self, pays: bool, affords: bool) -> bool:

@@ -80,7 +80,7 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
     """Return the number format of weights and activations; `auto` follows the checkpoint if the device can.
 
     With `auto`, a GPU without bfloat16 uses float16, or float32 for models whose activations exceed the range of
-    float16. A CPU has no fast path for float16 and uses float32.
+    float16. A CPU has no fast path for float16 and uses float32, and so does one without AVX-512 for bfloat16.
 
     Raises:
         ConfigError: if `wanted` is bfloat16 and the device lacks it.
@@ -96,12 +96,20 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
         name = instead
     if name == "float16" and spec.family in _WIDE_RANGE:
         log.warning("%s models exceed the range of float16; bfloat16 or float32 are safe", spec.family)
+    if name == "bfloat16" and wanted == "auto" and device.type == "cpu" and not multiplies_bf16():
+        name = "float32"
     if name == "float16" and device.type == "cpu":
         if wanted == "float16":
             log.warning("dtype float16 is slow on a CPU; bfloat16 and float32 are faster")
         else:
             name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this CPU has fast products of bf16. Without AVX-512, those of fp32 are several times as fast."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
 
 
 # Families trained in bfloat16 whose activations overflow float16.

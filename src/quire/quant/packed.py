@@ -31,7 +31,7 @@ from quire.quant.c_matmul import FEW_ROWS, CFusingMatmul
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
     """Return the product with `weight` [outputs, inputs] in fp32 or bf16."""
-    if not can_pack():
+    if not can_pack(weight.dtype):
         return PlainMatmul(weight, bias)
     many = PackedMatmul(weight, bias)
     if isinstance(kernels, CpuKernels) and (form := find_packed(many.weight, weight)):
@@ -107,9 +107,15 @@ class FewRowsPackedMatmul(CFusingMatmul):
         self.kernels.run(self.kernels.product, arguments, weight, x, residual, add, total, y)
 
 
-def can_pack() -> bool:
-    """Return whether this build of PyTorch has oneDNN and the two operators, which are not a public interface."""
+def can_pack(dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether oneDNN multiplies weights of `dtype` here.
+
+    This build of PyTorch may lack oneDNN or the operators, which are not a public interface, and a processor without
+    AVX-512 has no products of bf16.
+    """
     try:
-        return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
+        mkldnn = torch.ops.mkldnn
+        has_all = all((mkldnn._reorder_linear_weight, mkldnn._linear_pointwise))
+        return has_all and (dtype != torch.bfloat16 or bool(mkldnn._is_mkldnn_bf16_supported()))
     except AttributeError:
         return False

@@ -33,7 +33,6 @@ from quire.kernels import (
     batch,
     block_copy,
     collective,
-    drafting,
     ngram,
     norm,
     rope,
@@ -396,13 +395,13 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             header, 256, bool(drafts), ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
         )
     ngram.propose(tokens, column, header[:256, 0], ints(256), 5, 4)
-    pairs = drafting.make_pairs(tokens, column, longs(1025), [table], header[:8, 0], ints(8), 0, 4, 16, 38)
-    drafting.write_drafts(tokens, pairs.slots, ints(8), pairs.lengths, ints(8), 0)
+    pairs = draft_pairs.make_pairs(tokens, column, longs(1025), [table], header[:8, 0], ints(8), 0, 4, 16, 38)
+    draft_pairs.write_drafts(tokens, pairs.slots, ints(8), pairs.lengths, ints(8), 0)
     states = torch.empty(32, model.hidden, dtype=dtype)
-    drafting.keep_states(
+    draft_pairs.keep_states(
         states, states, pairs.positions, pairs.positions, pairs.query_start, pairs.seq_lens, pairs.slots, 38
     )
-    drafting.spread(torch.empty(8, 32000, dtype=dtype), ints(model.vocab))
+    draft_pairs.spread(torch.empty(8, 32000, dtype=dtype), ints(model.vocab))
     for size in (4096, 3):  # in words and in bytes
         block_copy.BlockCopy(CPU, [0, 0], [0, 0], [size, size])
 

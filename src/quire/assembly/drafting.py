@@ -24,8 +24,8 @@ from quire.models.config.eagle import load_eagle3_spec, load_eagle_spec
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.heads.base import DraftHead, decoder_of, tap
-from quire.models.heads.eagle import UNREAD as EAGLE_UNREAD
-from quire.models.heads.eagle import EagleHead, EagleSpec
+from quire.models.heads.eagle1 import UNREAD as EAGLE_UNREAD
+from quire.models.heads.eagle1 import EagleHead, EagleSpec
 from quire.models.heads.eagle3 import UNREAD as EAGLE3_UNREAD
 from quire.models.heads.eagle3 import Eagle3Head, Eagle3Spec
 from quire.models.heads.kinds import check_kind, read_draft_folder

@@ -26,7 +26,7 @@ from quire.models.heads.base import DraftHead
 from quire.models.spec import ModelSpec
 from quire.speculation.draft_batch import draw
 from quire.speculation.drafter import DraftContext, Drafter, DraftRows
-from quire.speculation.pairs import StateRing, pick_pairs, rows_of_tokens
+from quire.speculation.head_pairs import StateRing, pick_pairs, rows_of_tokens
 from quire.speculation.pauses import Pauses, batches
 from quire.types import SlotAdmission, StepPlan
 

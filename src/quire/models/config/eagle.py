@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.files.reading import read_json
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec, optional_window
-from quire.models.heads.eagle import EagleSpec
+from quire.models.heads.eagle1 import EagleSpec
 from quire.models.heads.eagle3 import Eagle3Spec
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError, ModelError

@@ -159,7 +159,7 @@ class Eagle3Head:
             return lambda logits: logits
         if available(env.device):
             # Imported here: an installation for CPUs has no Triton.
-            from quire.kernels.drafting import spread
+            from quire.kernels.draft_pairs import spread
 
             row_of = torch.full((vocab,), -1, dtype=torch.int32, device=env.device)
             row_of[ids] = torch.arange(len(ids), dtype=torch.int32, device=env.device)

@@ -12,7 +12,7 @@ import torch
 
 from quire.attention.base import ForwardBatch
 from quire.speculation.drafter import DraftContext, DraftRows
-from quire.speculation.pairs import KernelPairs, PlainPairs, StateRing
+from quire.speculation.head_pairs import KernelPairs, PlainPairs, StateRing
 
 pytest.importorskip("triton")
 
@@ -107,7 +107,7 @@ def test_the_newest_states_of_each_row_are_kept(counts: list[int], device: str) 
 
 
 def test_logits_of_a_part_of_the_vocabulary_are_spread(device: str) -> None:
-    from quire.kernels.drafting import spread
+    from quire.kernels.draft_pairs import spread
 
     ids = torch.randperm(3000)[:700].sort().values.to(device)
     logits = torch.randn(3, 700, device=device)

@@ -1,7 +1,7 @@
 """Kernels around a draft head: which pairs it runs, where its drafts go, and the states that are kept for it.
 
 In plain PyTorch each of these is ten to forty operations on a few numbers per row, and a step with three drafts spends
-more time on launching those than on the products of the head. `speculation/pairs.py` has the same in plain PyTorch.
+more time on launching those than on the products of the head. `speculation/head_pairs.py` has the same in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pairs that a draft head runs, and the hidden states that are kept for it.
 
 A pair is a token and the states of the position in front of it. The states of each slot are kept in a ring by position.
-A GPU uses the kernels of kernels/drafting.py, and `PlainPairs` is their reference.
+A GPU uses the kernels of kernels/draft_pairs.py, and `PlainPairs` is their reference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeadPairs:
     lengths: Tensor  # int32 [rows]
 
 
-class Pairs(Protocol):
+class PairSource(Protocol):
     """Choice of the pairs of a drafter, whose context, back end and ring it holds."""
 
     def make(self, rows: DraftRows, draft: int, width: int) -> HeadPairs:
@@ -52,13 +52,13 @@ class Pairs(Protocol):
         ...
 
 
-def pick_pairs(context: DraftContext, backend: AttentionBackend, ring: StateRing) -> Pairs:
+def pick_pairs(context: DraftContext, backend: AttentionBackend, ring: StateRing) -> PairSource:
     """Return the pairs by kernels if the device has them."""
     return (KernelPairs if available(context.device) else PlainPairs)(context, backend, ring)
 
 
 class PlainPairs:
-    """`Pairs` in plain PyTorch."""
+    """`PairSource` in plain PyTorch."""
 
     def __init__(self, context: DraftContext, backend: AttentionBackend, ring: StateRing) -> None:
         self._context, self._backend, self._ring, self._columns = context, backend, ring, context.columns
@@ -96,13 +96,13 @@ class PlainPairs:
 
 
 class KernelPairs:
-    """`Pairs` by the kernels of a GPU, one for each method."""
+    """`PairSource` by the kernels of a GPU, one for each method."""
 
     def __init__(self, context: DraftContext, backend: AttentionBackend, ring: StateRing) -> None:
         # Imported here: an installation for CPUs has no Triton.
-        from quire.kernels import drafting
+        from quire.kernels import draft_pairs
 
-        self._kernels = drafting
+        self._kernels = draft_pairs
         self._context, self._backend, self._ring, self._columns = context, backend, ring, context.columns
 
     def make(self, rows: DraftRows, draft: int, width: int) -> HeadPairs:

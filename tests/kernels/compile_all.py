@@ -33,6 +33,7 @@ from quire.kernels import (
     batch,
     block_copy,
     collective,
+    draft_pairs,
     ngram,
     norm,
     rope,

@@ -71,6 +71,39 @@ def write_eagle3(folder: Path, taps: int = 2, target: int = 32, **changes: Any) 
     return tensors
 
 
+def write_eagle(
+    folder: Path, hidden: int = 32, bias: bool = True, copies: bool = True, **changes: Any
+) -> Tensors:
+    """Write a head of the first EAGLE and return its tensors.
+
+    Args:
+        folder: new folder.
+        hidden: hidden size of the model; that of tests/tiny.py by default.
+        bias: whether `fc`, q, k and v have biases, as heads for Llama 2 and for Qwen 2 have.
+        copies: whether the file holds copies of the model's embedding, as public ones do; they are not read.
+        changes: of the configuration.
+    """
+    config = {**EAGLE3, "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, **changes}
+    del config["draft_vocab_size"]
+    folder.mkdir(parents=True)
+    layer, sizes = "layers.0.", {"q": 32, "k": 16, "v": 16}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 2 * hidden), layer + "post_attention_layernorm.weight": (hidden,),
+        **{f"{layer}self_attn.{name}_proj.weight": (size, hidden) for name, size in sizes.items()},
+        layer + "self_attn.o_proj.weight": (hidden, 32), layer + "mlp.gate_proj.weight": (40, hidden),
+        layer + "mlp.up_proj.weight": (40, hidden), layer + "mlp.down_proj.weight": (hidden, 40),
+    }  # fmt: skip
+    if bias:
+        shapes |= {"fc.bias": (hidden,)}
+        shapes |= {f"{layer}self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if copies:
+        shapes["embed_tokens.weight"] = (config["vocab_size"], hidden)
+    tensors = random_tensors(shapes, seed=8)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
 GLM = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1600,
@@ -164,6 +197,38 @@ def eagle3_drafts(tensors: Tensors, embed: Tensor, ids: list[int], features: Ten
         drafts.append(best + int(tensors["d2t"][best]))
         ids.append(drafts[-1])
         hidden = torch.cat([hidden, out[-1:]])
+    return drafts
+
+
+def eagle_drafts(
+    tensors: Tensors, embed: Tensor, unembed: Tensor, ids: list[int], states: Tensor, count: int
+) -> list[int]:
+    """Return the greedy drafts of a head of the first EAGLE behind the tokens `ids`, without a cache.
+
+    Args:
+        tensors: the head.
+        embed: the embedding of the model.
+        unembed: its output projection.
+        ids: n known tokens.
+        states: the last hidden states of the model for the first n - 1 tokens.
+        count: number of drafts.
+    """
+    p, ids, drafts = "layers.0.", list(ids), list[int]()
+    for _ in range(count):
+        positions = torch.arange(len(states))
+        pairs = torch.cat([embed[torch.tensor(ids[1:])], states], 1)
+        hidden = pairs @ tensors["fc.weight"].T + tensors.get("fc.bias", torch.zeros(()))
+        q, k, v = (
+            (hidden @ tensors[f"{p}self_attn.{n}_proj.weight"].T
+             + tensors.get(f"{p}self_attn.{n}_proj.bias", torch.zeros(()))).unflatten(1, (-1, 16))
+            for n in "qkv"
+        )  # fmt: skip
+        x = attend(rotate(q, positions, 16), rotate(k, positions, 16), v)
+        out = hidden + x @ tensors[p + "self_attn.o_proj.weight"].T
+        out = out + mlp(rms(out, tensors[p + "post_attention_layernorm.weight"], 1e-5), tensors, p + "mlp.")
+        drafts.append(int((out[-1] @ unembed.T).argmax()))
+        ids.append(drafts[-1])
+        states = torch.cat([states, out[-1:]])
     return drafts
 
 

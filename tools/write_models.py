@@ -41,7 +41,7 @@ OTHERS = (
     ),
     Family(
         title="DeepSeek-V3, R1, Kimi-K2, text of Kimi-K2.5",
-        heads=("eagle3", "mtp"),
+        heads=("eagle", "eagle3", "mtp"),
         architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
         parse=PARSERS["DeepseekV3ForCausalLM"],
         special="the same, sigmoid routing with a correction bias",

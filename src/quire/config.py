@@ -183,12 +183,12 @@ class EngineConfig:
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
         "earlier in prompt and answer; suffix also in earlier answers of the same client; draft asks spec_model; "
-        "eagle3 a draft head; mtp the layer for it in checkpoints of DeepSeek-V3 and GLM-4.5; off",
+        "eagle and eagle3 a draft head; mtp the layer for it in checkpoints of DeepSeek-V3 and GLM-4.5; off",
     )
     spec_model: str | None = _speculation(
         None,
         "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo; draft head "
-        "of eagle3",
+        "of eagle or eagle3",
     )
     spec_quantization: Quantization = _speculation(
         "auto",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
+SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle", "eagle3", "mtp"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -149,18 +149,23 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_tokens needs a spec_method, which is off; use spec_method ngram",
     ),
     (
-        lambda c: c.spec_method in ("draft", "eagle3") and c.spec_model is None,
+        lambda c: c.spec_method in ("draft", "eagle", "eagle3") and c.spec_model is None,
         "spec_method {c.spec_method} needs a spec_model; add --spec-model with a draft model that has the tokenizer of the "
-        "model, or with an EAGLE-3 head for eagle3",
+        "model, or for eagle and eagle3 with such a head",
     ),
     (
         lambda c: c.spec_quantization != "auto" and c.spec_model is None,
         "spec_quantization {c.spec_quantization} converts a spec_model, but there is none; use quantization for the model",
     ),
     (
-        lambda c: c.spec_method not in ("draft", "eagle3") and c.spec_model is not None,
+        lambda c: c.spec_method == "mtp" and c.spec_model is not None,
+        "spec_model {c.spec_model} needs a spec_method that uses it, got mtp, which reads the layer in the model's own "
+        "checkpoint; leave out spec_model, or add --spec-method draft, eagle or eagle3",
+    ),
+    (
+        lambda c: c.spec_method in ("off", "ngram", "suffix") and c.spec_model is not None,
         "spec_model {c.spec_model} needs a spec_method that uses it, got {c.spec_method}; add --spec-method draft, or "
-        "eagle3 for an EAGLE-3 head",
+        "eagle or eagle3 for such a head",
     ),
     (
         lambda c: c.pipeline_parallel_size > 1 and c.spec_method == "suffix",
@@ -168,7 +173,7 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_method ngram or draft",
     ),
     (
-        lambda c: c.pipeline_parallel_size > 1 and c.spec_method in ("eagle3", "mtp"),
+        lambda c: c.pipeline_parallel_size > 1 and c.spec_method in ("eagle", "eagle3", "mtp"),
         "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
         "{c.pipeline_parallel_size}; use spec_method ngram or draft",
     ),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads import DraftsWithPauses, Recorder, eagle3_drafts, run, write_eagle3, write_mtp
+from heads import DraftsWithPauses, Recorder, eagle3_drafts, run, write_eagle, write_eagle3, write_mtp
 from quire import EngineConfig
 from quire.assembly.drafting import find_draft
 from quire.assembly.model import served_spec
@@ -66,13 +66,16 @@ ON_GPU: list[dict[str, Any]] = [
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("settings", ON_GPU, ids=["graphs", "eager", "chunks"])
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_heads_change_no_output_on_the_gpu(
     model: Path, eagle3: Path, tmp_path: Path, method: str, settings: dict[str, Any]
 ) -> None:
     drafts: dict[str, Any] = {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
     if method == "eagle3":
         drafts["spec_model"] = str(eagle3)
+    elif method == "eagle":
+        write_eagle(tmp_path / "eagle")
+        drafts["spec_model"] = str(tmp_path / "eagle")
     else:
         model = write_mtp(tmp_path)
     plain, _ = run(model, device="cuda", **settings)
@@ -153,7 +156,7 @@ def test_the_weights_of_the_layer_for_mtp_are_counted(tmp_path: Path, form: Any)
     ("changes", "message"),
     [
         ({"sliding_window": 16, "use_sliding_window": True}, "attends to a window of 16 tokens"),
-        ({"architectures": ["LlamaForCausalLM"]}, "needs a spec_model of the architecture LlamaForCausalLMEagle3"),
+        ({"intermediate_size": 48}, r"spec_method eagle3 cannot use .*has shape.*use a complete checkpoint"),
         ({"vocab_size": 300}, "trained for a vocabulary of 300 tokens, but the model has 260"),
         ({"target_hidden_size": 64}, "reads hidden states of 64 numbers, but the model has 32"),
         ({"eagle_aux_hidden_state_layer_ids": [5]}, r"in front of the layers \[6\], but the model has only 2"),

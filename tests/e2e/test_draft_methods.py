@@ -18,7 +18,7 @@ from switches import SWITCHES, Bench, defaults, legal, make_requests, random_set
 from test_speculation import DEPTH, AnswerDrafter
 
 import quire.rank
-from heads import run, write_eagle3, write_mtp
+from heads import run, write_eagle, write_eagle3, write_mtp
 from quire.attention.base import ForwardBatch
 from quire.speculation.drafter import DraftContext, Drafter, DraftRows
 from quire.types import SlotAdmission, StepPlan
@@ -126,9 +126,14 @@ def demo_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("method", ["suffix", "draft", "eagle3"])
-def test_random_switches(bench: Bench, demo_head: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["suffix", "draft", "eagle", "eagle3"])
+def test_random_switches(
+    bench: Bench, demo_head: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     networks = {"draft": {"spec_model": "demo-draft"}, "eagle3": {"spec_model": demo_head}}
+    if method == "eagle":
+        write_eagle(tmp_path / "head", hidden=384, vocab_size=2048, max_position_embeddings=512)
+        networks["eagle"] = {"spec_model": str(tmp_path / "head")}
     run_all(bench, {"spec_method": method, **networks.get(method, {})}, monkeypatch, crowded=False)
 
 
@@ -158,15 +163,18 @@ def test_layers_with_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_process_is_left")
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_two_ranks(tmp_path: Path, method: str) -> None:
-    """The head of EAGLE-3 is whole on each rank, the layer for multi-token prediction is cut."""
+    """EAGLE heads are whole on each rank, the layer for multi-token prediction is cut."""
     drafts: dict[str, Any] = {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
     if method == "mtp":
         model = write_mtp(tmp_path / "model")
     else:
         model = write_tiny(tmp_path / "model")
-        write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[-1, 0])
+        if method == "eagle":
+            write_eagle(tmp_path / "head")
+        else:
+            write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[-1, 0])
         drafts["spec_model"] = str(tmp_path / "head")
     plain, _ = run(model)
     drafted, totals = run(model, tensor_parallel_size=2, **drafts)

@@ -28,7 +28,18 @@ from triton import knobs
 from triton.runtime import driver, jit
 
 from quire.attention.triton import TritonAttention
-from quire.kernels import activation, batch, block_copy, collective, ngram, norm, rope, sum_and_norm, two_trip
+from quire.kernels import (
+    activation,
+    batch,
+    block_copy,
+    collective,
+    draft_pairs,
+    ngram,
+    norm,
+    rope,
+    sum_and_norm,
+    two_trip,
+)
 from quire.kernels import target as targets
 from quire.kernels.attention import (
     expanded,
@@ -385,6 +396,13 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             header, 256, bool(drafts), ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
         )
     ngram.propose(tokens, column, header[:256, 0], ints(256), 5, 4)
+    pairs = draft_pairs.make_pairs(tokens, column, longs(1025), [table], header[:8, 0], ints(8), 0, 4, 16, 38)
+    draft_pairs.write_drafts(tokens, pairs.slots, ints(8), pairs.lengths, ints(8), 0)
+    states = torch.empty(32, model.hidden, dtype=dtype)
+    draft_pairs.keep_states(
+        states, states, pairs.positions, pairs.positions, pairs.query_start, pairs.seq_lens, pairs.slots, 38
+    )
+    draft_pairs.spread(torch.empty(8, 32000, dtype=dtype), ints(model.vocab))
     for size in (4096, 3):  # in words and in bytes
         block_copy.BlockCopy(CPU, [0, 0], [0, 0], [size, size])
 

@@ -68,6 +68,9 @@ class Device:
         ready_s: float
         result: StepResult
 
+        def ready(self) -> bool:
+            return self.clock.now_s >= self.ready_s
+
         def wait(self) -> StepResult:
             self.clock.now_s = max(self.clock.now_s, self.ready_s)
             return self.result
@@ -223,3 +226,24 @@ def test_terms_add_up_under_random_loads() -> None:
             reported, steps = engine.log.ended, steps + len(figures.steps)
         assert steps == engine.log.totals.steps and engine.scheduler.clocks.held == 0
     assert preempted
+
+
+@dataclass
+class HostDevice(Device):
+    """An executor that computes while it launches, as on a CPU."""
+
+    def sample(self, step: int, masks: object) -> Device.Handle:
+        handle = super().sample(step, masks)
+        self.clock.now_s = handle.ready_s
+        return handle
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_ends_while_it_is_launched_has_its_own_duration(clock: Clock, depth: int) -> None:
+    """With overlap it is retired after the launch of the next one, whose duration is not its own."""
+    engine = engine_on(clock, depth=depth)
+    engine.executor = HostDevice(clock)
+    engine.add(ask("a", [1] * 16, 5))
+    run(engine)
+    took_s = [record.took_s for record in engine.log]
+    assert took_s[:5] == [16 * TOKEN_S, *[DECODE_S] * 4]

@@ -14,7 +14,8 @@ from quire.attention.reference import ReferenceAttention
 from quire.layers import rope
 from quire.layers.rope import Rope
 from quire.layers.rope_params import RopeParams
-from quire.quant.packed import PackedMatmul, can_pack, padded_rows
+from quire.quant.base import PlainMatmul
+from quire.quant.packed import PackedMatmul, can_pack, pack, padded_rows
 from ragged import Layer, check, make_case
 
 
@@ -114,3 +115,12 @@ def test_angles_computed_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch)
     whole = Rope(params, 32, 1000, device, torch.float32).table
     monkeypatch.setattr(rope, "_POSITIONS", 7)
     assert torch.equal(Rope(params, 32, 1000, device, torch.float32).table, whole)
+
+
+def test_a_cpu_without_products_of_bf16_multiplies_them_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN raises an error when it packs such a weight without AVX-512."""
+    weight = torch.randn(40, 24).bfloat16()
+    monkeypatch.setattr("quire.quant.packed.can_pack", lambda dtype: dtype != torch.bfloat16)
+    matmul, x = pack(weight, None, None), torch.randn(3, 24).bfloat16()
+    assert isinstance(matmul, PlainMatmul)
+    torch.testing.assert_close(matmul(x), F.linear(x, weight))

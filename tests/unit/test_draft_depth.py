@@ -161,6 +161,33 @@ def test_captured_graphs_are_paid_once(accepts: float) -> None:
     assert simulation.gain(accepts, 2000) >= 0.99
 
 
+# Two CPU cores, the built-in model in INT8 at batch 1, with `demo-draft` and with `ngram`: a step with drafts takes three
+# to nine plain ones, and the first of all another five.
+SLOW_MS = {"draft": [4.5, 13.5, 17.0, 20.0, 25.0, 30.0], "ngram": [4.5, 9.0, 12.0, 14.0, 17.0, 20.0]}
+
+
+@pytest.mark.parametrize("method", SLOW_MS)
+@pytest.mark.parametrize("accepts", [0.0, 0.3, 0.6, 0.8])
+def test_short_answers_one_by_one_lose_nothing_where_drafts_are_dear(method: str, accepts: float) -> None:
+    """What one request has learned holds for the next ones; only the first answer pays for it."""
+    depth, gains = AdaptiveDepth(5), list[float]()
+    for _ in range(8):
+        simulation = Simulation(depth, SLOW_MS[method], 1, capture_ms=0.0 if gains else 20.0)
+        gains.append(simulation.gain(accepts, 200))
+    assert gains[0] >= 0.93
+    assert sum(gains[1:]) / len(gains[1:]) >= 0.98, gains
+
+
+def test_the_first_drafts_of_one_request_are_one_step() -> None:
+    """With overlap, two more would be on their way when its time is known."""
+    depth = AdaptiveDepth(5)
+    simulation, drafting = Simulation(depth, SLOW_MS["draft"], 1), 0
+    for _ in range(40):
+        simulation.step(0.0)
+        drafting += simulation.drafts[0] > 0
+    assert drafting == 1
+
+
 def test_drafts_that_stop_paying_are_given_up_and_taken_up_again() -> None:
     simulation = Simulation(AdaptiveDepth(5), H200_MS[32], 32)
     assert simulation.gain(0.9, 300) > 2.5

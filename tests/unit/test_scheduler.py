@@ -244,6 +244,9 @@ class Handle:
     def set(self, result: StepResult) -> None:
         self._result = result
 
+    def ready(self) -> bool:
+        return self._result is not None
+
     def wait(self) -> StepResult:
         while self._result is None:
             self._device.queue.popleft()()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,17 +20,21 @@ from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.checkpoint.sizes import layer_bytes, weight_bytes
-from quire.models.config.eagle import load_eagle3_spec
+from quire.models.config.eagle import load_eagle3_spec, load_eagle_spec
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.heads.base import DraftHead, decoder_of, tap
-from quire.models.heads.eagle3 import UNREAD, Eagle3Head, Eagle3Spec
+from quire.models.heads.eagle1 import UNREAD as EAGLE_UNREAD
+from quire.models.heads.eagle1 import EagleHead, EagleSpec
+from quire.models.heads.eagle3 import UNREAD as EAGLE3_UNREAD
+from quire.models.heads.eagle3 import Eagle3Head, Eagle3Spec
+from quire.models.heads.kinds import check_kind, read_draft_folder
 from quire.models.heads.mtp import MTPHead, mtp_parameters, mtp_spec
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.quant.spec import served_format
 from quire.speculation.vocabulary import check_vocabulary
-from quire.types import ConfigError, KVLayout
+from quire.types import ConfigError, KVLayout, ModelError
 
 
 class DraftSource(NamedTuple):
@@ -38,13 +44,13 @@ class DraftSource(NamedTuple):
         path: folder of its checkpoint.
         spec: sizes of its layers.
         is_sharded: each rank has a part of it, as of the model; otherwise each rank has the whole.
-        eagle3: the configuration, if it is an EAGLE-3 head.
+        head: the configuration, if it is a head with a checkpoint of its own.
     """
 
     path: Path
     spec: ModelSpec
     is_sharded: bool = False
-    eagle3: Eagle3Spec | None = None
+    head: Eagle3Spec | EagleSpec | None = None
 
     def kv_layouts(self, dtype: str, ranks: int) -> tuple[KVLayout, ...]:
         """Return what its layers keep of each token; see `ModelSpec.kv_layouts`."""
@@ -52,8 +58,8 @@ class DraftSource(NamedTuple):
 
     def weight_bytes(self, dtype: torch.dtype, device: torch.device, has_kernels: bool, ranks: int) -> int:
         """Return the bytes of its weights on one of `ranks` ranks, beside those that `weight_bytes` of the model counts."""
-        if self.eagle3:
-            return layer_bytes(self.eagle3.num_parameters, self.spec, dtype, device, has_kernels)
+        if self.head:
+            return layer_bytes(self.head.num_parameters, self.spec, dtype, device, has_kernels)
         if not self.is_sharded:
             return weight_bytes(self.path, self.spec, dtype, device, has_kernels)
         stored = self.spec.quantization
@@ -83,10 +89,11 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
     if config.spec_model is None:
         return []
     found = locate_model(config.spec_model).path
-    if config.spec_method == "eagle3":
-        head = load_eagle3_spec(found, spec)
+    check_kind(config.spec_method, read_draft_folder(found, config.load_format))
+    if config.spec_method in _HEAD_SPECS:
+        head = _HEAD_SPECS[config.spec_method](found, spec)
         head = replace(head, layer=_converted(config, head.layer))
-        return [DraftSource(found, head.layer, eagle3=head)]
+        return [DraftSource(found, head.layer, head=head)]
     draft = DraftSource(found, _coded(_converted(config, load_spec(found)), spec))
     if any(draft.spec.mixes):
         raise ConfigError(
@@ -100,6 +107,12 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
             f"{config.spec_model}; lower it or use another spec_model"
         )
     return [draft]
+
+
+_HEAD_SPECS: dict[str, Callable[[Path, ModelSpec], Eagle3Spec | EagleSpec]] = {
+    "eagle": load_eagle_spec,
+    "eagle3": load_eagle3_spec,
+}
 
 
 def _converted(config: EngineConfig, draft: ModelSpec) -> ModelSpec:
@@ -159,34 +172,64 @@ class DraftLoader:
 
     def eagle3(self) -> tuple[DraftHead, AttentionBackend, int]:
         """Build the EAGLE-3 head, whole on every rank. Return it, its back end and the width of its states."""
+        head, own = self._open_head(EAGLE3_UNREAD)
+        assert isinstance(head, Eagle3Spec)
+        embed = decoder_of(self._target, "eagle3").embed
+        with torch.inference_mode(), self._complete():
+            built = Eagle3Head(own, head, embed, tap(self._target, head.taps, "eagle3"))
+        return built, own.attention, head.layer.hidden_size
+
+    def eagle(self) -> tuple[DraftHead, AttentionBackend, int]:
+        """Build the head of the first EAGLE, whole on every rank. Return the same as `eagle3`."""
+        head, own = self._open_head(EAGLE_UNREAD)
+        assert isinstance(head, EagleSpec)
+        target = decoder_of(self._target, "eagle")
+        with torch.inference_mode(), self._complete():
+            built = EagleHead(own, head, target)
+        return built, own.attention, head.layer.hidden_size
+
+    def _open_head(self, unread: re.Pattern[str]) -> tuple[Eagle3Spec | EagleSpec, Env]:
+        """Open the checkpoint of a head. Return the head's configuration, and what its layers are built with.
+
+        Args:
+            unread: names of the tensors that the head does not load.
+        """
         (draft,), env = self._source, self._env
-        assert draft.eagle3 is not None
-        head = replace(draft.eagle3, layer=self._served(draft.spec))
+        assert draft.head is not None
+        head = replace(draft.head, layer=self._served(draft.spec))
         checkpoint = CheckedCheckpoint(
             open_checkpoint(
                 draft.path, head.layer, self._config.load_format, device=env.device, dtype=env.dtype,
-                seed=self._config.seed, skipped=UNREAD,
+                seed=self._config.seed, skipped=unread,
             )
         )  # fmt: skip
         self._keep(checkpoint)
-        backend = self._backend(head.layer)
         own = replace(
             env,
             weights=checkpoint,
             parallel=Parallel(),
-            attention=backend,
+            attention=self._backend(head.layer),
             quantization=head.layer.quantization,
         )
-        embed = decoder_of(self._target, "eagle3").embed
-        with torch.inference_mode():
-            built = Eagle3Head(own, head, embed, tap(self._target, head.taps, "eagle3"))
-        return built, backend, head.layer.hidden_size
+        return head, own
+
+    @contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Add a way out to the message if a tensor of a head is missing or has another shape."""
+        (draft,), method = self._source, self._config.spec_method
+        try:
+            yield
+        except ModelError as error:
+            raise ConfigError(
+                f"spec_method {method} cannot use {draft.path}: {error}; use a complete checkpoint of a head that was "
+                "trained for this model, or spec_method ngram"
+            ) from error
 
     def mtp(self) -> tuple[DraftHead, AttentionBackend, int]:
         """Build the layer for multi-token prediction from the model's checkpoint. Return the same as `eagle3`."""
         (draft,), target = self._source, decoder_of(self._target, "mtp")
         spec = self._served(draft.spec)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._complete():
             head = MTPHead(self._env, spec, target, target.spec.num_layers)
         return head, self._env.attention, spec.hidden_size
 

@@ -97,9 +97,7 @@ def with_persistent_steps(config: EngineConfig, model: Model, device: torch.devi
     # Imported here: an installation for CPUs has no Triton, which the products of a GPU need.
     from quire.assembly.persistent import PersistentDecoder, unsuited
 
-    reason = (
-        "other layers read what lies between its layers" if config.spec_method in ("eagle3", "mtp") else ""
-    )
+    reason = "draft heads read its layers" if config.spec_method in ("eagle", "eagle3", "mtp") else ""
     reason = reason or ("blocks must be paged" if config.kv_layout != "paged" else unsuited(model, device))
     if reason or not isinstance(model, DecoderModel):
         log.info("persistent kernel off: %s", reason)

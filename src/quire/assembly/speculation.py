@@ -70,6 +70,7 @@ _METHODS: dict[str, Callable[[DraftLoader, int], Speculation]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "draft": _draft,
+    "eagle": partial(_head, DraftLoader.eagle, True),
     "eagle3": partial(_head, DraftLoader.eagle3, False),
     "mtp": partial(_head, DraftLoader.mtp, True),
 }

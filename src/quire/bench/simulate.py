@@ -106,6 +106,9 @@ class _SimulatedHandle:
     def __init__(self, result: StepResult, ready_s: float, clock: SimulatedClock) -> None:
         self._result, self._ready_s, self._clock = result, ready_s, clock
 
+    def ready(self) -> bool:
+        return self._clock.now_s >= self._ready_s
+
     def wait(self) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, self._ready_s)
         return self._result

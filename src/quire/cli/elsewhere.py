@@ -40,7 +40,7 @@ NAMES = {
     "--model-draft": "--spec-method draft --spec-model",
     "--num-speculative-tokens": "--spec-tokens",
     "--spec-length": "--spec-tokens",
-    "--speculative-algorithm": "--spec-method",
+    "--speculative-algorithm": "--spec-method (EAGLE is eagle, EAGLE3 eagle3, NEXTN mtp, STANDALONE draft)",
     "--speculative-decoding": "--spec-method ngram, or --spec-method draft --spec-model MODEL",
     "--speculative-draft-model-path": "--spec-model",
     "--speculative-model": "--spec-model",

@@ -40,7 +40,8 @@ class Clocks:
 
     def __init__(self, log: StepLog) -> None:
         self.lost_s = 0.0
-        self.ended_s = 0.0  # monotonic clock, when the latest step ended
+        self.ended_s = 0.0  # monotonic clock, when the results of the latest step were taken
+        self._ready_s = 0.0  # the same, when they were there
         self.held = 0  # number of requests that wait for their grammar or for blocks from elsewhere
         self._log = log
         self._waits_s: dict[str, float] = {}
@@ -95,8 +96,9 @@ class Clocks:
         self._close_step(record, self._log.now())
 
     def _close_step(self, record: StepRecord, now_s: float) -> None:
-        record.took_s = now_s - max(self.ended_s, record.time_s)
-        self.ended_s = now_s
+        ready_s = min(now_s, record.ready_s)
+        record.took_s = ready_s - max(self._ready_s, record.time_s)
+        self.ended_s, self._ready_s = now_s, ready_s
         self._log.end(record)
 
     def _excess_s(self, record: StepRecord) -> float:

@@ -43,7 +43,10 @@ _PROBE_SHARE = 4  # one of so many rows drafts in a probe
 _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
 _START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
-_MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most
+_MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most, unless a probe costs more
+_TRIAL_STEPS = (
+    4  # until the first step with drafts counts as lost, because its request has ended or they were dropped
+)
 
 
 def best_depth(acceptance: float, price: float, most: int) -> int:
@@ -143,16 +146,21 @@ class DraftAccount:
         """Allow a loss because a new number of rows has to be learned. `plain_s`: its time without drafts."""
         self._balance_s = max(self._balance_s, 0.0) + _START_STEPS * plain_s
 
-    def settle(self, took_s: float, plain_s: float, yielded: float) -> None:
+    def settle(self, took_s: float, plain_s: float, yielded: float, price_s: float = 0.0) -> None:
         """Enter a step.
 
         Args:
             took_s: its duration.
             plain_s: duration of a step without drafts.
             yielded: tokens per row.
+            price_s: what the next probe may lose; so much may always be saved.
         """
         self._balance_s += yielded * plain_s - took_s + _ALLOWANCE * took_s
-        self._balance_s = min(self._balance_s, _MOST_STEPS * plain_s)
+        self._balance_s = min(self._balance_s, max(_MOST_STEPS * plain_s, 1.01 * price_s))
+
+    def affords(self, loss_s: float) -> bool:
+        """Return whether a loss of so many seconds leaves the account balanced."""
+        return self._balance_s >= loss_s
 
 
 class AdaptiveDepth:
@@ -174,6 +182,8 @@ class AdaptiveDepth:
         self._acceptance = _PRIOR  # of all requests
         self._account = DraftAccount()
         self._turn = 0  # which rows draft in the next probe
+        self._has_drafted = False
+        self._trial = 0  # steps until the first step with drafts, which has been asked for, counts as lost
 
     def start(self, request: Request) -> None:
         # Hopeful, so that one kind of request does not end the drafts of another.
@@ -193,6 +203,8 @@ class AdaptiveDepth:
         size = len(rows).bit_length()
         times = self._times_of(size, len(rows))
         depth = min(self.most, -(-record.drafts // len(rows)))
+        self._has_drafted |= record.drafts > 0
+        self._trial = max(0, self._trial - 1)
         if not times.add(record.took_s, depth):
             return self._draft(rows, 0)
         if times.is_new:
@@ -200,9 +212,10 @@ class AdaptiveDepth:
             self._account.open(times.plain_s)
         if record.drafts:
             yielded = record.generated / len(rows)
-            self._account.settle(min(record.took_s, times.longest(depth)), times.plain_s, yielded)
+            took_s = min(record.took_s, times.longest(depth))
+            self._account.settle(took_s, times.plain_s, yielded, times.probe_s(self._acceptance))
         else:
-            self._account.settle(times.plain_s, times.plain_s, 1.0)
+            self._account.settle(times.plain_s, times.plain_s, 1.0, times.probe_s(self._acceptance))
         if self._account.overdrawn:
             return self._draft(rows, 0)
         self._decide(rows, times)
@@ -227,7 +240,12 @@ class AdaptiveDepth:
         own = np.array([request.acceptance for request in rows])
         acceptances = (own + self._acceptance) / 2  # a request has verified few drafts, all together many
         depth = batch_depth(acceptances, times_s)
-        if times.is_turn_due(depth > 0):
+        if depth and not self._has_drafted and len(rows) <= _FEW_ROWS:
+            # One step shows what several drafts cost here, but with overlap two more would be on their way by then.
+            if self._trial:
+                return self._draft(rows, 0)
+            self._trial = _TRIAL_STEPS
+        if times.is_turn_due(depth > 0, self._account.affords(times.probe_s(self._acceptance))):
             if not depth:
                 return self._probe(rows)
             depth = 0
@@ -296,13 +314,23 @@ class _StepTimes:
         newest = sorted(self._newest_s[depth])
         return newest[len(newest) // 4]
 
-    def is_turn_due(self, pays: bool) -> bool:
-        """Return whether the next step should do the opposite of the usual: draft if drafts do not pay, or else not."""
+    def probe_s(self, acceptance: float) -> float:
+        """Return the time that a probe is expected to lose, as far as it is known."""
+        drafted = next(
+            (self._usual(depth) for depth in range(1, len(self._newest_s)) if self.knows(depth)), 0.0
+        )
+        return max(0.0, drafted - (1 + acceptance) * self.plain_s)
+
+    def is_turn_due(self, pays: bool, affords: bool) -> bool:
+        """Return whether the next step should do the opposite of the usual: draft if drafts do not pay, or else not.
+
+        Drafts that do not pay wait until the account affords them.
+        """
         if pays != self._pays:
             self._pays, self._interval = pays, _REFRESH_STEPS if pays else _PROBE_STEPS
             self._until_turn = self._interval
         self._until_turn -= 1
-        if self._until_turn > 0:
+        if self._until_turn > 0 or not (pays or affords):
             return False
         if not pays:
             self._interval = min(2 * self._interval, _MOST_PROBE_STEPS)

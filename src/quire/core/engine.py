@@ -109,6 +109,10 @@ class Engine:
         self._settle()
         handle = self.executor.sample(plan.step, masks)
         record.launch_s = time.perf_counter() - begin
+        if (
+            handle.ready()
+        ):  # a CPU computes while it launches: the step has ended, although it is retired later
+            record.ready_s = self.log.now()
         self._in_flight.append((record, handle))
 
     def _give_up(self, error: str) -> None:

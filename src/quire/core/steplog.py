@@ -6,6 +6,7 @@ adds its durations to the record of a step that it holds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,6 +89,9 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
+    ready_s: float = (
+        math.inf
+    )  # monotonic clock, when its results were there, if that was before they were asked for
     prompt_tokens: int = 0  # prompt tokens, and tokens computed again after a preemption
     took_s: float = 0.0  # from the end of the previous step, or its own start if that is later, to its end
     drafts: int = 0  # draft tokens

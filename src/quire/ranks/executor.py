@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.ranks.group import RankGroup
 from quire.ranks.messages import STOP, WARM_UP, encode_forward, encode_sample
@@ -25,17 +25,14 @@ _SPIN_S = 2e-3  # of a wait, before it sleeps between two looks
 _NAP_S = 50e-6
 
 
-class PollableHandle(StepHandle, Protocol):
-    """A handle that can tell whether `wait` would return at once."""
-
-    def ready(self) -> bool: ...
-
-
 class _WatchingHandle:
     """A step in flight, whose wait ends if a rank fails."""
 
-    def __init__(self, handle: PollableHandle, group: RankGroup) -> None:
+    def __init__(self, handle: StepHandle, group: RankGroup) -> None:
         self._handle, self._group = handle, group
+
+    def ready(self) -> bool:
+        return self._handle.ready()
 
     def wait(self) -> StepResult:
         begin = time.monotonic()
@@ -64,8 +61,7 @@ class GroupExecutor:
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         self._send(encode_sample(step, masks))
-        handle: PollableHandle = self._run(lambda: self._local.sample(step, masks))  # type: ignore[assignment]
-        return _WatchingHandle(handle, self._group)
+        return _WatchingHandle(self._run(lambda: self._local.sample(step, masks)), self._group)
 
     def warm_up(self) -> bool:
         """Prepare a later step on all ranks. An idle engine also learns here that a rank has failed."""

@@ -72,7 +72,7 @@ class ModelDrafter(Drafter):
             wanted, length = rows.counts > j, known + rows.counts.clamp(max=j)
             hidden = self._run(slots, length, wanted, rows.reach + j, 1 if j else 2)
             logits = self._model.logits(hidden)
-            drafts = draw(self._context, logits, slots, length)
+            drafts = draw(self._context, logits, slots, length).clamp_(min=0)
             tokens[slots, length] = torch.where(wanted, drafts, tokens[slots, length])
 
     def _run(self, slots: Tensor, length: Tensor, wanted: Tensor, reach: int, width: int) -> Tensor:

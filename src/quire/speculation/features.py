@@ -24,8 +24,9 @@ from quire.attention.base import AttentionBackend, ForwardBatch, KVLayer
 from quire.models.decoder import Model
 from quire.models.heads.base import DraftHead
 from quire.models.spec import ModelSpec
-from quire.speculation.draft_batch import DraftTokens, draft_batch, draw
+from quire.speculation.draft_batch import draw
 from quire.speculation.drafter import DraftContext, Drafter, DraftRows
+from quire.speculation.head_pairs import StateRing, pick_pairs, rows_of_tokens
 from quire.speculation.pauses import Pauses, batches
 from quire.types import SlotAdmission, StepPlan
 
@@ -59,18 +60,22 @@ class FeatureDrafter(Drafter):
         # them are read.
         self._window = 1 + most
         self._span = max(min(_SPAN, context.columns.tokens.shape[1] - 1), 1 + most)
-        self._reach = self._span + 1 + most
         slots, device = len(context.columns.num_tokens), context.device
-        self._ring = torch.zeros(slots * self._reach, width, dtype=dtype, device=device)
-        # By slot, the first position with states.
-        self._begin = torch.zeros(slots, dtype=torch.int64, device=device)
+        reach = self._span + 1 + most
+        self._ring = StateRing(
+            torch.zeros(slots * reach, width, dtype=dtype, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            reach,
+        )
+        self._source = pick_pairs(context, backend, self._ring)
         self._pauses = Pauses(slots, lambda drafts: 1 + drafts)
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         # The states of positions in the prefix cache are unknown, and their entries of the head must stay.
         slots = torch.tensor([admission.slot for admission in admissions])
         begin = torch.tensor([admission.computed for admission in admissions])
-        self._begin[slots.to(self._begin.device)] = begin.to(self._begin.device)
+        device = self._ring.begins.device
+        self._ring.begins[slots.to(device)] = begin.to(device)
 
     def keep_up(self, plan: StepPlan) -> None:
         lacking = self._pauses.begin(plan)
@@ -78,8 +83,10 @@ class FeatureDrafter(Drafter):
         least = self._span // 2 if lacking.max(initial=0) >= self._span else self._span
         slots = plan.slots[(lacking >= least) | ((lacking > self._window) & (plan.num_drafts > 0))]
         for part in batches(slots, self._span, _CATCH_UP_TOKENS):
-            at = torch.from_numpy(part).long().to(self._ring.device)
-            self._run_newest(at, self._columns.num_tokens[at].long(), self._span, plan.max_seq_len)
+            at = torch.from_numpy(part).long().to(self._ring.begins.device)
+            rows = DraftRows(at, torch.zeros_like(at), 0, plan.max_seq_len)
+            pairs = self._source.make(rows, 0, self._span)
+            self._head(self._ring.states[pairs.places], pairs.batch)
         self._pauses.fill(slots)
         self._pauses.end(plan)
 
@@ -93,13 +100,9 @@ class FeatureDrafter(Drafter):
             hidden: the last hidden states of all tokens, [tokens, hidden]; used by heads that read no other.
         """
         states = self._head.combine(hidden)
-        row, slots = self._rows(batch)
-        newest = batch.seq_lens[row].long() - self._reach  # of each row only the last states
-        place = slots * self._reach + batch.positions % self._reach
-        dummy = len(self._ring) - 1
-        place = torch.where((batch.positions >= newest) & (batch.kv_slots >= 0), place, dummy)
-        self._ring.index_copy_(0, place, states.to(self._ring.dtype))
+        self._source.keep(states, batch)
         if not batch.decodes_only:
+            slots = rows_of_tokens(batch)[1]
             following = (batch.positions + 1).clamp_(max=self._columns.tokens.shape[1] - 1)
             kv = self._context.kv
             others = [replace(other, kv=kv) for other in batch.others]
@@ -110,56 +113,18 @@ class FeatureDrafter(Drafter):
             own.plan(self._backend)
             self._head(states, own)
 
-    def _rows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the row and the slot of each token, int64 [tokens]."""
-        index = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
-        row = torch.searchsorted(batch.query_start[1:].contiguous(), index, right=True)
-        row = row.clamp_(max=len(batch.slots) - 1)
-        return row, batch.slots[row]
-
     # -------------------------------------------------------------------------- before the model
 
     def propose(self, rows: DraftRows) -> None:
-        slots, tokens = rows.slots.long(), self._columns.tokens
-        known = self._columns.num_tokens[slots].long()
-        last = tokens.shape[1] - 1
-        hidden = self._run_newest(slots, known, self._window, rows.reach)
-        for j in range(rows.most):
+        hidden: Tensor | None = None
+        for draft in range(rows.most):
             # A row that drafts no more stays behind its last draft, so that it never leaves the context.
-            wanted, length = rows.counts > j, known + rows.counts.clamp(max=j)
-            if j:
-                hidden = self._continue(slots, length, wanted, hidden, rows.reach + j)
-            drafts = draw(self._context, self._head.logits(hidden), slots, length)
-            place = length.clamp(max=last)
-            tokens[slots, place] = torch.where(wanted, drafts, tokens[slots, place])
-
-    def _run_newest(self, slots: Tensor, known: Tensor, width: int, bound: int) -> Tensor:
-        """Run the head on the newest `width` pairs of each slot, and return its state behind the last, [rows, hidden].
-
-        `bound` is an upper bound of `known`, the known tokens of each slot.
-        """
-        offset = torch.arange(width, device=slots.device)
-        first = (known - 1 - width).clamp_(min=0).unsqueeze(1)
-        positions = first + offset  # [rows, width]
-        pairs = (known - 1).unsqueeze(1)  # pairs of known tokens
-        at = slots.unsqueeze(1)
-        hidden = self._ring[at * self._reach + positions % self._reach].flatten(0, 1)
-        following = (positions + 1).clamp_(max=self._columns.tokens.shape[1] - 1)
-        tokens = DraftTokens(
-            ids=self._columns.tokens[at, following],
-            positions=positions,
-            writes=(positions < pairs) & (positions >= self._begin[at]),
-            wanted=(known - 2 - first.squeeze(1)).clamp_(min=0),
-            bound=bound,
-        )
-        return self._head(hidden, draft_batch(self._context, self._backend, slots, tokens))
-
-    def _continue(self, slots: Tensor, length: Tensor, wanted: Tensor, hidden: Tensor, bound: int) -> Tensor:
-        """Run the head on the last draft of each slot and the state in front of it. Return its new states."""
-        positions = (length - 2).clamp_(min=0).unsqueeze(1)
-        ids = self._columns.tokens[slots, (length - 1).clamp(min=0)].unsqueeze(1)
-        tokens = DraftTokens(ids, positions, wanted.unsqueeze(1), torch.zeros_like(slots), bound)
-        return self._head(hidden, draft_batch(self._context, self._backend, slots, tokens))
+            pairs = self._source.make(rows, draft, 1 if draft else self._window)
+            states = self._ring.states[pairs.places] if hidden is None else hidden
+            hidden = self._head(states, pairs.batch)
+            logits = self._head.logits(hidden)
+            drafts = draw(self._context, logits, pairs.batch.slots, pairs.lengths)
+            self._source.write(rows, pairs, drafts, draft)
 
 
 class ObservedModel:

@@ -159,6 +159,10 @@ class StepResult:
 class StepHandle(Protocol):
     """A step in flight."""
 
+    def ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        ...
+
     def wait(self) -> StepResult:
         """Wait until the results are on the host, and return them. The host waits for the device only here."""
         ...

@@ -7,15 +7,21 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 
-METHODS = ("ngram", "suffix", "draft", "eagle3", "mtp")
+METHODS = ("ngram", "suffix", "draft", "eagle", "eagle3", "mtp")
 _FIELDS = {
     "method": "spec_method",
     "model": "spec_model",
     "num_speculative_tokens": "spec_tokens",
     "quantization": "spec_quantization",
 }
-# vLLM's names of methods.
-_ALIASES = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+# vLLM's names of methods, and those of the papers: EAGLE-2 uses the heads of the first EAGLE.
+_ALIASES = {
+    "eagle1": "eagle",
+    "eagle2": "eagle",
+    "draft_model": "draft",
+    "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+}
 # Fields that tune vLLM's own implementation and change no output.
 _IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch", "max_model_len"}
 

@@ -15,6 +15,9 @@ class _InstantHandle:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
+    def ready(self) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self._result
 

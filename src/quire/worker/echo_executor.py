@@ -24,6 +24,9 @@ class _DelayedHandle:
     def __init__(self, result: StepResult, ready_s: float) -> None:
         self._result, self._ready_s = result, ready_s
 
+    def ready(self) -> bool:
+        return time.monotonic() >= self._ready_s
+
     def wait(self) -> StepResult:
         if (left := self._ready_s - time.monotonic()) > 0:
             time.sleep(left)

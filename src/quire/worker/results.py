@@ -85,7 +85,6 @@ class CudaHandle:
         return host
 
     def ready(self) -> bool:
-        """Return whether `wait` would return at once."""
         return self._done.query()
 
     def wait(self) -> StepResult:

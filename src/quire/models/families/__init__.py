@@ -40,7 +40,7 @@ class Family:
     gguf: tuple[str, ...] = ()
     tools: str = "json"
     reasoning: str = "none"
-    heads: tuple[str, ...] = ("eagle3",)
+    heads: tuple[str, ...] = ("eagle", "eagle3")
 
 
 def names(stem: str, *more: str) -> tuple[str, ...]:

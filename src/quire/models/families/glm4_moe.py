@@ -43,5 +43,5 @@ FAMILY = Family(
     gguf=("glm4moe",),
     tools="glm45",
     reasoning="think",
-    heads=("eagle3", "mtp"),
+    heads=("eagle", "eagle3", "mtp"),
 )

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from quire.attention.base import ForwardBatch, KVLayer
+from quire.kernels import available
 from quire.layers.attention import Attention, rotary_attention
-from quire.layers.embedding import Embedding, LMHead
+from quire.layers.embedding import Embedding
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
+from quire.layers.residual import NormedLayer, ResidualAdd
 from quire.layers.rope import Rope
 from quire.models.decoder import find_prefix
 from quire.models.spec import ModelSpec
@@ -93,16 +95,16 @@ class Eagle3Head:
             span=layer.layer_ropes[0].span(dim),
         )
         self.attend = rotary_attention(attention, None, env.kernels)
-        self.o = Linear(env, middle + "self_attn.o_proj", outs[0], hidden, layer.o_bias)
-        self.post_norm = RMSNorm(env, middle + "post_attention_layernorm", hidden, layer.norm_eps)
-        self.mlp = GatedMLP(
+        self.o = ResidualAdd(Linear(env, middle + "self_attn.o_proj", outs[0], hidden, layer.o_bias))
+        post_norm = RMSNorm(env, middle + "post_attention_layernorm", hidden, layer.norm_eps)
+        mlp = GatedMLP(
             env, middle + "mlp.", hidden, layer.intermediate_size, layer.activation, layer.mlp_bias
         )
-        self.norm = RMSNorm(env, root + "norm", hidden, layer.norm_eps)
-        self.head = LMHead(
-            env, find_prefix(env.weights, "lm_head.weight", PREFIXES) + "lm_head", hidden, spec.draft_vocab
-        )
-        self.token_ids = self._token_ids(env)
+        self.mlp = NormedLayer(post_norm, mlp, adds=True)
+        norm = RMSNorm(env, root + "norm", hidden, layer.norm_eps)
+        name = find_prefix(env.weights, "lm_head.weight", PREFIXES) + "lm_head"
+        self.head = NormedLayer(norm, Linear(env, name, hidden, spec.draft_vocab))
+        self._spread = self._vocabulary(env)
         self.attention_layers: Sequence[KVLayer] = [attention]
 
     @staticmethod
@@ -144,12 +146,22 @@ class Eagle3Head:
         x = torch.cat([self.input_norm.alone(self.embed(batch.input_ids)), normed], 1)
         x = self.attend(self.qkv(x), self.rope.lookup(batch.positions), batch)
         x, residual = batch.narrow(x, normed if self._spec.normed_residual else hidden)
-        x, residual = self.post_norm(self.o(x), residual)
-        return self.mlp(x) + residual
+        x, rest = self.mlp(*self.o(x, residual))
+        return x if rest is None else x + rest
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm.alone(hidden))
-        if self.token_ids is None:
-            return logits
-        full = logits.new_full((len(logits), self._spec.layer.vocab_size), float("-inf"))
-        return full.index_copy_(1, self.token_ids, logits)
+        return self._spread(self.head(hidden, None)[0])
+
+    def _vocabulary(self, env: Env) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that maps logits of the head's rows to logits over the model's vocabulary."""
+        ids, vocab = self._token_ids(env), self._spec.layer.vocab_size
+        if ids is None:
+            return lambda logits: logits
+        if available(env.device):
+            # Imported here: an installation for CPUs has no Triton.
+            from quire.kernels.draft_pairs import spread
+
+            row_of = torch.full((vocab,), -1, dtype=torch.int32, device=env.device)
+            row_of[ids] = torch.arange(len(ids), dtype=torch.int32, device=env.device)
+            return lambda logits: spread(logits, row_of)
+        return lambda logits: logits.new_full((len(logits), vocab), float("-inf")).index_copy_(1, ids, logits)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,9 @@ import numpy as np
 from quire.core.clocks import CatchUpRow
 from quire.core.snapshots import StateCopies
 from quire.core.steplog import AdmissionRecord, RecordedRows, StepRecord
-from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
+from quire.types import LogprobArrays, NewBlock, Request, SlotAdmission, StepPlan, TokenLogprobs
+
+_NO_BLOCKS = np.empty((0, len(NewBlock._fields)), np.int32)
 
 
 class ComputedRow(NamedTuple):
@@ -83,7 +87,7 @@ class PlanBuilder:
     min_charge: int = 0
     total_tokens: int = 0
     admissions: list[SlotAdmission] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
+    new_blocks: list[NewBlock] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
     filled: list[Request] = field(default_factory=list)  # decoding requests of which this step fills a block
@@ -167,10 +171,10 @@ class PlanBuilder:
             starts=columns.starts,
             samples=columns.samples,
             admissions=self.admissions,
-            new_blocks=self.new_blocks,
+            new_blocks=self._block_columns(),
             total_tokens=self.total_tokens,
-            max_seq_len=int((columns.starts + columns.num_tokens).max(initial=0)),
             max_drafts=-1 if columns.total_drafts else 0,
+            num_sampling=columns.num_sampling,
             score_rows=[
                 i
                 for i, r in enumerate(prompts)
@@ -180,6 +184,12 @@ class PlanBuilder:
             saves=list(self.copies.saves.items()),
             pool_rows=[i for i, r in enumerate(prompts) if r.source.pooling is not None],
         )
+
+    def _block_columns(self) -> np.ndarray:
+        """Return the new blocks as rows of an array, int32 [blocks, 4]."""
+        if not self.new_blocks:
+            return _NO_BLOCKS
+        return np.array(array("i", chain.from_iterable(self.new_blocks))).reshape(-1, 4)
 
     def record(
         self,

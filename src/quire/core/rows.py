@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.core.clocks import CatchUpRow
@@ -100,18 +102,12 @@ class RowPlacer:
 
     def _grow(self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, room: np.ndarray) -> bool:
         """Give all rows the blocks that they lack. Return False if too few may be free; they then get none."""
-        blocks = self._blocks
         lacking = (ends > room).nonzero()[0]
         if not len(lacking):
             return True
-        needed = -(-ends[lacking] // blocks.block_size) - room[lacking] // blocks.block_size
-        if int(needed.sum()) * len(blocks.groups) > blocks.pool.num_free:
-            return False
-        for i, end in zip(lacking.tolist(), ends[lacking].tolist()):
-            added = blocks.grow(rows.requests[i], end)
-            assert added is not None, "too few blocks, though they were counted"
-            builder.new_blocks += added
-        return True
+        added = self._blocks.grow([rows.requests[i] for i in lacking.tolist()], ends[lacking].tolist())
+        builder.new_blocks += added or ()
+        return added is not None
 
     def _emit_decoding(
         self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, cells: np.ndarray
@@ -126,8 +122,8 @@ class RowPlacer:
                 builder.catching_up.append(CatchUpRow(rows.requests[i], 1, True))
         # Otherwise a full block matters once its tokens are known, so that it can be published.
         reach = ends if self._blocks.follows_rows else cells[KNOWN]
-        for i in (reach >= cells[FULL_AT]).nonzero()[0].tolist():
-            self._publish(builder, rows.requests[i])
+        if len(full := (reach >= cells[FULL_AT]).nonzero()[0]):
+            self._publish(builder, [rows.requests[i] for i in full.tolist()])
         data[PENDING][at] = cells[PENDING] + rows.num_tokens
         if not self._keeps_kv:
             data[COMPUTED][at] = 0
@@ -144,7 +140,7 @@ class RowPlacer:
         if request.status != "running":
             return 0  # preempted earlier in this step
         if request.computed + n + drafts > request.room:
-            while (added := self._blocks.grow(request, request.computed + n + drafts)) is None:
+            while (added := self._blocks.grow([request], [request.computed + n + drafts])) is None:
                 if drafts:
                     drafts = 0
                 elif self._life.connector.reclaim():
@@ -163,22 +159,25 @@ class RowPlacer:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.full_at:
-            self._publish(builder, request)
+            self._publish(builder, [request])
         if samples:
             request.pending += 1 + drafts
             if not self._keeps_kv:
                 request.computed = 0
 
-    def _publish(self, builder: PlanBuilder, request: Request) -> None:
-        """Publish the blocks that the row of a request fills, and keep a snapshot of the state behind them.
+    def _publish(self, builder: PlanBuilder, requests: Sequence[Request]) -> None:
+        """Publish the blocks that the rows of requests fill, and keep snapshots of the states behind them.
 
         A block whose last token is still in flight is published with a later row.
         """
-        if request.known >= request.full_at:
-            builder.published.update(self._blocks.publish(request))
-        self._blocks.snapshots.save(request, builder.copies)
-        if not request.catching_up:
-            builder.filled.append(request)
+        known = [request for request in requests if request.known >= request.full_at]
+        builder.published.update(self._blocks.publish(known))
+        if not self._blocks.follows_rows:
+            return
+        for request in requests:
+            self._blocks.snapshots.save(request, builder.copies)
+            if not request.catching_up:
+                builder.filled.append(request)
 
     def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
         """Preempt a request that comes after `request` in order and has no row in this step.

@@ -24,13 +24,13 @@ class SlotAdmission:
     request: EngineRequest
 
 
-class NewBlocks(NamedTuple):
-    """Block ids to append to one block table of a slot, from index `first` on."""
+class NewBlock(NamedTuple):
+    """A block to append to a block table. Plans hold them as rows of an integer array."""
 
     slot: int
-    group: int
-    first: int
-    blocks: list[int]
+    group: int  # of layers, whose table of the slot gets the block
+    place: int  # in the table
+    block: int
 
 
 @dataclass(slots=True)
@@ -49,9 +49,8 @@ class StepPlan:
     starts: np.ndarray  # int32 [rows]
     samples: np.ndarray  # bool [rows]
     admissions: list[SlotAdmission]
-    new_blocks: list[NewBlocks]
+    new_blocks: np.ndarray  # int32 [blocks, 4], rows of `NewBlock`
     total_tokens: int
-    max_seq_len: int  # upper bound of starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that need prompt log-probabilities
     pool_rows: list[int] = field(default_factory=list)  # rows whose hidden states are pooled
     # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
@@ -61,10 +60,18 @@ class StepPlan:
     restores: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     max_drafts: int = -1  # most draft tokens of a row; negative: computed from `num_drafts`
+    num_sampling: int = -1  # rows with `samples`; negative: counted
 
     def __post_init__(self) -> None:
         if self.max_drafts < 0:
             self.max_drafts = int(self.num_drafts.max(initial=0))
+        if self.num_sampling < 0:
+            self.num_sampling = int(self.samples.sum())
+
+    @property
+    def max_seq_len(self) -> int:
+        """Return an upper bound of starts + num_tokens."""
+        return int((self.starts + self.num_tokens).max(initial=0))
 
     @property
     def has_prompts(self) -> bool:

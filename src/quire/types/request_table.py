@@ -93,5 +93,7 @@ class RequestTable:
         """Return the int32 tokens of a request behind those in its array, to which the caller appends them."""
         cells = self.cells
         count = cells[KNOWN, row] - cells[WRITTEN, row]
+        if not count:
+            return b""
         cells[WRITTEN, row] += count
         return self.tails[row, :count].tobytes()

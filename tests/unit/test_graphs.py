@@ -13,7 +13,7 @@ from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.sampling.columns import LogitRows
 from quire.types import StepPlan
 from quire.worker.launch.graphs import CudaGraphs
-from quire.worker.step.batch import DeviceStep
+from quire.worker.step.batch import DeviceStep, FirstEntries
 from quire.worker.step.stage_functions import StageFunctions
 from quire.worker.step.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
 from quire.worker.step.step_stages import LOGITS, TOKENS, StepStage
@@ -53,6 +53,7 @@ class Graphs(CudaGraphs):
         )
         self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
+        self._first_logits = FirstEntries(self._logits)
         self.filters = False
         sampler = SimpleNamespace(
             needs_host_work=lambda slots: False,
@@ -88,7 +89,7 @@ class Graphs(CudaGraphs):
         drafted = none.copy()
         drafted[0] = drafts
         plan = StepPlan(
-            0, none, counts, drafted, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
+            0, none, counts, drafted, none, np.ones(len(tokens), bool), [], np.empty((0, 4), np.int32), int(counts.sum())
         )
         step = self.launch(plan, SimpleNamespace())
         if step.done is StepStage.OPEN:

@@ -42,7 +42,7 @@ from quire.types import (
     StepPlan,
     StepResult,
 )
-from quire.types.request_table import KNOWN, WRITTEN
+from quire.types.request_table import EXTRA, KNOWN
 
 VOCAB, EOS = 23, 0
 
@@ -671,7 +671,7 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
             return original(self, request)
         finally:
             request.tokens.pop()
-            request.table.data[[KNOWN, WRITTEN], request.row] -= 1
+            request.table.data[[KNOWN, EXTRA], request.row] -= 1
 
     monkeypatch.setattr(HashPrefixCache, "match", match)
 

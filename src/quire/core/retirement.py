@@ -12,7 +12,7 @@ from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
 from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
-from quire.types.request_table import KNOWN, LIMIT, PENDING, VISITED
+from quire.types.request_table import KNOWN, VISIT_AT
 
 
 class _SampledRows:
@@ -88,14 +88,14 @@ class Retirement:
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
         table, tokens, found = self._life.table, sampled.tokens, list[int]()
-        pending, rows = table.data[PENDING], sampled.table_rows
-        pending[rows] = pending[rows] - sampled.most
         outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
-        plain, visits = rows, self._visits(sampled)
+        plain, newest = sampled.table_rows, tokens[:, 0]
+        known = table.data[KNOWN][plain]
+        visits = self._visits(sampled, known, newest)
         if np.count_nonzero(visits):
             found, is_plain = visits.nonzero()[0].tolist(), ~visits
-            plain, tokens = plain[is_plain], tokens[is_plain]
-        table.append(plain, tokens[:, 0])
+            plain, known, newest = plain[is_plain], known[is_plain], newest[is_plain]
+        table.append(plain, known, newest)
         self._log.totals.generated_tokens += len(plain)
         record.generated += len(plain)
         visited = [(index, self._visit(sampled, index, record, depth)) for index in found]
@@ -113,13 +113,17 @@ class Retirement:
                 )
             )
 
-    def _visits(self, sampled: _SampledRows) -> np.ndarray:
-        """Return which rows have more to it than one more token, bool [sampling rows]."""
-        rows, cells = sampled.table_rows, self._life.table.data.take(sampled.table_rows, axis=1)
-        visits = cells[KNOWN] + sampled.most >= cells[LIMIT]
-        visits |= self._life.stops.mark(sampled.tokens[:, 0])
-        if np.count_nonzero(cells[VISITED]):
-            visits |= cells[VISITED] != 0
+    def _visits(self, sampled: _SampledRows, known: np.ndarray, newest: np.ndarray) -> np.ndarray:
+        """Return which rows have more to it than one more token, bool [sampling rows].
+
+        Args:
+            sampled: the rows.
+            known: the tokens that their requests know before.
+            newest: the first token of each row.
+        """
+        rows = sampled.table_rows
+        visits = known + sampled.most >= self._life.table.data[VISIT_AT][rows]
+        visits |= self._life.stops.mark(newest)
         if sampled.plan.max_drafts:
             visits |= sampled.most > 1
         if special := sampled.special():
@@ -132,6 +136,7 @@ class Retirement:
         """Apply the result of a row, and return its output, if it has any."""
         row = sampled.rows[index]
         request, result, scores = sampled.requests[row], sampled.result, sampled.scores
+        request.pending -= int(sampled.most[index])
         if request.ended:  # while this step was in flight
             request.end()
             return None

@@ -177,12 +177,12 @@ def test_prompts_go_on_if_the_target_cannot_be_met() -> None:
 
 def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
     budget, streams, prompt = LatencyBudget(8192, RequestTargets(1.0)), [request()], request(length=10_000)
-    assert budget.tokens([5], streams, prompt, 0.0) == 64, "nothing is known yet"
+    assert budget.tokens(np.array([5]), streams, prompt, 0.0) == 64, "nothing is known yet"
     for step in range(40):
         tokens = 64 + step % 3
         rows = [("a", 9, 1), ("b", 0, tokens)]
         budget.end_step(StepRecord(step, 0.0, rows, [], [], 2, 0, None, 9, prompt_tokens=tokens, took_s=1e-3))
-    assert 64 < budget.tokens([10], streams, prompt, 0.0) <= 99, (
+    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0.0) <= 99, (
         "a second has room for more, but no such chunk has been timed"
     )
 
@@ -190,7 +190,7 @@ def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
 def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_due() -> None:
     device = Device(noise=0.0)
     budget, streams = learnt(LatencyBudget(8192, RequestTargets(), slowdown=4.0), device), [request()] * 32
-    lengths = [200] * 32
+    lengths = np.full(32, 200)
     plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
     tokens = budget.tokens(lengths, streams, request(length=4000), 0.0)
     took_s = device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
@@ -220,8 +220,8 @@ def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
     assert took_s(itl_s=0.020) == pytest.approx(0.020, rel=0.1)
     assert took_s(itl_s=1e-4) == pytest.approx(2 * plain_s, rel=0.1), "others' prompts go on"
     assert took_s(itl_s=1.0) == pytest.approx(0.040, rel=0.1), "the other rows have the engine's target"
-    alone = budget.tokens([200], [request(itl_s=1.0)], prompt, 0.0)
-    assert alone > budget.tokens([200], [request()], prompt, 0.0), "a longer target of its own counts instead"
+    alone = budget.tokens(np.array([200]), [request(itl_s=1.0)], prompt, 0.0)
+    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0.0), "a longer target of its own counts instead"
 
 
 def test_no_more_requests_run_than_decode_within_the_target() -> None:

@@ -58,9 +58,7 @@ def beside_a_model(llm: LLM, watch: Stopwatch, rows: int, tokens: int) -> dict[s
         {"prompt_token_ids": [(7 * i + j) % 97 + 3 for j in range(PROMPT_TOKENS + i % BLOCK_TOKENS)]}
         for i in range(rows)
     ]
-    llm.generate(
-        prompts, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), use_tqdm=False
-    )
+    llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), use_tqdm=False)
     records = [r for r in engine.log.ended_since(first) if len(r.rows) == rows and not r.prompt_tokens]
     records = records[len(records) // 8 :]  # the first steps capture graphs
     medians = {
@@ -75,7 +73,10 @@ def beside_a_model(llm: LLM, watch: Stopwatch, rows: int, tokens: int) -> dict[s
 def beside_nothing(rows: int, steps: int) -> dict[str, float]:
     """Return the medians of decode steps without a device, in microseconds."""
     figures = host_cost(rows, steps)
-    return {"rows": rows, **{name: figures[f"{name}_us"] for name in ("step", "schedule", "retire", "message")}}
+    return {
+        "rows": rows,
+        **{name: figures[f"{name}_us"] for name in ("step", "schedule", "retire", "message")},
+    }
 
 
 def main() -> None:

@@ -89,7 +89,15 @@ class Graphs(CudaGraphs):
         drafted = none.copy()
         drafted[0] = drafts
         plan = StepPlan(
-            0, none, counts, drafted, none, np.ones(len(tokens), bool), [], np.empty((0, 4), np.int32), int(counts.sum())
+            0,
+            none,
+            counts,
+            drafted,
+            none,
+            np.ones(len(tokens), bool),
+            [],
+            np.empty((0, 4), np.int32),
+            int(counts.sum()),
         )
         step = self.launch(plan, SimpleNamespace())
         if step.done is StepStage.OPEN:

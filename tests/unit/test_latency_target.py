@@ -141,7 +141,9 @@ def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
     took_s = 0.0
     for step in range(64):  # prompts of 16 chunks
         start = 512 * (step % 16)
-        record = StepRecord(step, 0.0, RecordedRows.of([("a", start, 512)]), [], [], 1, 0, None, 9, prompt_tokens=512)
+        record = StepRecord(
+            step, 0.0, RecordedRows.of([("a", start, 512)]), [], [], 1, 0, None, 9, prompt_tokens=512
+        )
         record.took_s = device.predict(load_of(record)) + 1e-6 * start
         took_s += record.took_s
         budget.end_step(record)
@@ -149,7 +151,9 @@ def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
 
 
 def test_the_load_of_a_step() -> None:
-    record = StepRecord(0, 0.0, RecordedRows.of([("a", 99, 1), ("b", 0, 4)]), [], [], 2, 0, None, 9, prompt_tokens=4)
+    record = StepRecord(
+        0, 0.0, RecordedRows.of([("a", 99, 1), ("b", 0, 4)]), [], [], 2, 0, None, 9, prompt_tokens=4
+    )
     assert load_of(record) == StepLoad(1, 0.1, 4, 0.008)
     record = StepRecord(0, 0.0, RecordedRows.of([("a", 96, 4)]), [], [], 1, 0, None, 9, drafts=3)
     assert load_of(record) == StepLoad(4, 0.1, 0, 0.0), "drafts are no prompt"
@@ -221,7 +225,9 @@ def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
     assert took_s(itl_s=1e-4) == pytest.approx(2 * plain_s, rel=0.1), "others' prompts go on"
     assert took_s(itl_s=1.0) == pytest.approx(0.040, rel=0.1), "the other rows have the engine's target"
     alone = budget.tokens(np.array([200]), [request(itl_s=1.0)], prompt, 0.0)
-    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0.0), "a longer target of its own counts instead"
+    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0.0), (
+        "a longer target of its own counts instead"
+    )
 
 
 def test_no_more_requests_run_than_decode_within_the_target() -> None:

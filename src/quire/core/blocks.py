@@ -123,11 +123,11 @@ class Blocks:
                     total += count
         if total > self.pool.num_free:
             return None
-        taken, added = iter(self.pool.take(total)), []
+        taken, added = iter(self.pool.take(total)), list[NewBlock]()
         for request, index, blocks, count in lacking:
             slot = request.slot
             for block in islice(taken, count):
-                added.append(NewBlock(slot, index, len(blocks), block))
+                added.append((slot, index, len(blocks), block))
                 blocks.append(block)
             request.num_blocks += count
         for request in requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +14,7 @@ from quire.core.snapshots import StateCopies
 from quire.core.steplog import AdmissionRecord, RecordedRows, StepRecord
 from quire.types import LogprobArrays, NewBlock, Request, SlotAdmission, StepPlan, TokenLogprobs
 
-_NO_BLOCKS = np.empty((0, len(NewBlock._fields)), np.int32)
+_NO_BLOCKS = np.empty((0, 4), np.int32)
 
 
 class ComputedRow(NamedTuple):
@@ -43,7 +42,7 @@ class PlanRows(NamedTuple):
     starts: np.ndarray  # int32 [rows]
     num_tokens: np.ndarray  # int32 [rows], draft tokens included
     drafts: np.ndarray  # int32 [rows]
-    most: np.ndarray  # int32 [rows], most tokens that the row yields if it samples: 1 + its draft tokens
+    most: np.ndarray  # integers [rows], most tokens that the row yields if it samples: 1 + its draft tokens
     samples: np.ndarray  # bool [rows]
     total_drafts: int
     num_sampling: int  # rows that sample
@@ -67,6 +66,10 @@ class PlanRows(NamedTuple):
             int(drafts.sum()),
             sampling,
         )
+
+    def starting_at(self, starts: np.ndarray) -> PlanRows:
+        """Return these rows with other `starts`. Quicker than `_replace`, and called in each step."""
+        return PlanRows._make((*self[:4], starts, *self[5:]))
 
     def followed_by(self, others: PlanRows) -> PlanRows:
         """Return these rows and `others` behind them."""
@@ -189,7 +192,8 @@ class PlanBuilder:
         """Return the new blocks as rows of an array, int32 [blocks, 4]."""
         if not self.new_blocks:
             return _NO_BLOCKS
-        return np.array(array("i", chain.from_iterable(self.new_blocks))).reshape(-1, 4)
+        count = 4 * len(self.new_blocks)
+        return np.fromiter(chain.from_iterable(self.new_blocks), np.int32, count).reshape(-1, 4)
 
     def record(
         self,
@@ -204,18 +208,19 @@ class PlanBuilder:
 
         The other arguments describe the scheduler's state after the step is scheduled.
         """
+        columns = self.columns
         return StepRecord(
             step=self.step,
             time_s=now_s,
-            rows=RecordedRows(self.columns.ids, plan.starts, plan.num_tokens, plan.total_tokens),
+            rows=RecordedRows(columns.ids, plan.starts, plan.num_tokens, plan.total_tokens),
             admitted=[AdmissionRecord(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,
             running=running,
             waiting=waiting,
             wait_reason=wait_reason,
             free_blocks=free_blocks,
-            prompt_tokens=sum(row.num_tokens for row in self.catching_up),
-            drafts=self.columns.total_drafts,
+            prompt_tokens=sum([row.num_tokens for row in self.catching_up]),
+            drafts=columns.total_drafts,
         )
 
     def computed(self) -> Iterator[ComputedRow]:

@@ -22,7 +22,7 @@ class _SampledRows:
         rows: their places in the plan.
         requests: the requests of all rows of the plan.
         table_rows: int64 [sampling rows], the rows of their requests in the table.
-        most: int32 [sampling rows], most tokens that each row yields.
+        most: integers [sampling rows], most tokens that each row yields.
         ids: the ids of their requests.
         tokens: int32 [sampling rows, 1 + most drafts], as in the result.
         caught_up: requests that have caught up with this step.
@@ -51,6 +51,8 @@ class _SampledRows:
     def special(self) -> list[Request]:
         """Return the requests of which the step has brought more than tokens, or whose tokens are dropped."""
         builder, pooled, scored = self.builder, self.result.pooled or (), self.result.prompt_logprobs or ()
+        if not (self.caught_up or builder.dropped or pooled or scored):
+            return []
         return [*self.caught_up, *builder.dropped, *(self.requests[row] for row in (*pooled, *scored))]
 
     def first_logit_row(self, index: int) -> int:
@@ -123,11 +125,11 @@ class Retirement:
         """
         rows = sampled.table_rows
         visits = known + sampled.most >= self._life.table.data[VISIT_AT][rows]
-        visits |= self._life.stops.mark(newest)
+        visits = visits | self._life.stops.mark(newest)  # numpy takes longer in place if there are few
         if sampled.plan.max_drafts:
-            visits |= sampled.most > 1
+            visits = visits | (sampled.most > 1)
         if special := sampled.special():
-            visits |= np.isin(rows, [request.row for request in special])
+            visits = visits | np.isin(rows, [request.row for request in special])
         return visits
 
     def _visit(

@@ -56,12 +56,14 @@ class RowPlacer:
         ready = self._ready(cells, total, builder.step, is_plain)
         chosen = ready if is_plain else ready & (cells[EXTRA] == 0)
         if np.count_nonzero(chosen) == len(running):
-            self._place_single(builder, running.decoding, cells, is_plain)
+            self._place_single(builder, running.decoding, cells, total, is_plain)
             return []
         places, long = chosen.nonzero()[0], (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
         long_rows = [(running[i], int(cells[EXTRA, i]) + 1) for i in long]
         if len(places):
-            self._place_single(builder, running.decoding_at(places), cells[:, places], is_plain)
+            self._place_single(
+                builder, running.decoding_at(places), cells[:, places], total[places], is_plain
+            )
         return long_rows
 
     def _ready(self, cells: np.ndarray, total: np.ndarray, step: int, is_plain: bool) -> np.ndarray:
@@ -84,26 +86,29 @@ class RowPlacer:
             ready &= (total == cells[KNOWN]) | (step - last_steps >= stages)
         return ready
 
-    def _place_single(self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray, is_plain: bool) -> None:
+    def _place_single(
+        self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray, ends: np.ndarray, is_plain: bool
+    ) -> None:
         """Add rows of one token, and their drafts.
 
         Args:
             builder: the plan, without rows.
             rows: the rows without drafts.
             cells: the columns of their requests.
+            ends: where the rows end without drafts, int64 [rows].
             is_plain: none of them catches up or drafts.
         """
         running = len(self._life.running)
         # Every stage of a pipeline works on other requests, so each step takes its share of them.
         most_rows = min(builder.budget, -(-running // self._limits.stages))
-        rows = rows._replace(starts=cells[COMPUTED].astype(np.int32))
+        rows = rows.starting_at(cells[COMPUTED].astype(np.int32))
         if not is_plain and np.count_nonzero(cells[DRAFTS]):
             # Draft tokens get what is left after one token for every request.
             barred = self._table.data[NO_DRAFTS][rows.table_rows]
             drafts = _drafts(cells, barred, min(builder.budget, self._limits.max_logit_rows) - running)
             most = 1 + drafts
             rows = rows._replace(drafts=drafts, num_tokens=most, most=most, total_drafts=int(drafts.sum()))
-        ends = rows.starts + rows.num_tokens
+            ends = ends + drafts
         if most_rows >= len(rows.requests) and self._grow(builder, rows, ends, cells[ROOM]):
             self._emit_decoding(builder, rows, ends, cells, is_plain)
             return

@@ -27,7 +27,7 @@ UNUSED_ROW = 0  # the row of requests that have given up theirs; its contents me
 TAIL = 32  # most tokens of a request that are not in its array yet; a power of two
 
 # As arrays, because numpy takes longer to convert a Python number than to add it.
-_ONE, _LAST_PLACE = np.array(1), np.array(TAIL - 1)
+_ONE, _TAIL, _LAST_PLACE = np.array(1), np.array(TAIL), np.array(TAIL - 1)
 assert TAIL & (TAIL - 1) == 0, "a place in a tail is the low bits of a count"
 
 
@@ -50,7 +50,7 @@ class RequestTable:
         used = data.shape[1]
         self.data, self.tails = np.zeros((NUM_COLUMNS, rows), np.int64), np.zeros((rows, TAIL), np.int32)
         self.data[:, :used], self.tails[:used] = data, tails
-        self.cells = self.data.data
+        self.cells, self._tokens = self.data.data, self.tails.reshape(-1)
         self._owners += [None] * (rows - used)
         self._free += range(rows - 1, used - 1, -1)
 
@@ -86,7 +86,7 @@ class RequestTable:
             tokens: integers [requests].
         """
         places = known & _LAST_PLACE
-        self.tails[rows, places] = tokens
+        self._tokens[rows * _TAIL + places] = tokens
         self.data[KNOWN][rows] = known + _ONE
         full = places == _LAST_PLACE
         if np.count_nonzero(full):
@@ -98,5 +98,7 @@ class RequestTable:
         count = self.cells[KNOWN, row] - begin
         if not count:
             return b""
-        first = begin & (TAIL - 1)  # tokens move to the array when the last place is filled, so none wraps around
+        first = begin & (
+            TAIL - 1
+        )  # tokens move to the array when the last place is filled, so none wraps around
         return self.tails[row, first : first + count].tobytes()

@@ -52,7 +52,9 @@ class SlotState:
         self.block_tables = self.table_entries.view(slots, num_groups, max_blocks).unbind(1)
         self.tokens = tokens.view(slots, self.token_row)
         *self._scalars, self._table, self._tokens = np.cumsum((0, *sizes[:-1])).tolist()
-        self._strides = np.array((self.table_row, max_blocks, 1))  # of slots, groups and places in block tables
+        self._strides = np.array(
+            (self.table_row, max_blocks, 1)
+        )  # of slots, groups and places in block tables
         self.shape = num_slots, max_len, max_blocks, num_groups
 
     def clear(self, dummy_block: int) -> None:

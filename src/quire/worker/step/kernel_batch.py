@@ -132,7 +132,10 @@ class KernelBatcher:
         )
         self._turns = [FirstEntries(rows) for rows in self._ring]
         self._first_slots = FirstEntries(self._slots)
-        self._first_logit_slots, self._first_lengths = FirstEntries(self._logit_slots), FirstEntries(self._lengths)
+        self._first_logit_slots, self._first_lengths = (
+            FirstEntries(self._logit_slots),
+            FirstEntries(self._lengths),
+        )
 
     def open(self, plan: StepPlan, staging: Staging, shape: StepShape | None = None) -> DeviceStep:
         """Send the header of `plan`, padded to the rows of `shape` if there is one, and return the plan's step."""

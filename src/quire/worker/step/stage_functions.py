@@ -36,7 +36,10 @@ class StageFunctions:
     ) -> None:
         self.model, self.batcher, self.sampler, self.has_head = model, batcher, sampler, has_head
         self._rule = rule
-        self._slots, self._sampled = SameObjects(), TOKENS  # of the newest step: its slots, and what they allow
+        self._slots, self._sampled = (
+            SameObjects(),
+            TOKENS,
+        )  # of the newest step: its slots, and what they allow
         # Plain functions: bound ones would refer back to this object, and its model would outlive a closed engine.
         cls = StageFunctions
         self._functions: dict[StepStage, Callable[[StageFunctions, DeviceStep], None]] = {

@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.types import NO_TOKEN, NOT_FINITE
 
-
 _PLACES = 1 << 18  # more than most vocabularies have tokens
 
 

@@ -102,7 +102,8 @@ class Sampler:
         self._on_host[slot] = (
             self._processed[slot] or request.grammar is not None or params.logprobs is not None
         )
-        self._filtered[slot] = self._filters.at(slot).any and not self._greedy[slot]
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._filtered[slot] = filtered and not self._greedy[slot]
         self._table.stage(slot, {column.name: column.value(request) for column in SLOT_COLUMNS})
 
     def flush(self) -> None:
@@ -166,11 +167,11 @@ class Sampler:
 
     def needs_host_work(self, slots_host: np.ndarray) -> bool:
         """Return whether any row needs more than `choose`: edited or masked logits, or log-probabilities."""
-        return np.count_nonzero(self._on_host[slots_host]) > 0
+        return bool(np.count_nonzero(self._on_host[slots_host]))
 
     def has_filters(self, slots_host: np.ndarray) -> bool:
         """Return whether any row is drawn with top_k, top_p or min_p."""
-        return np.count_nonzero(self._filtered[slots_host]) > 0
+        return bool(np.count_nonzero(self._filtered[slots_host]))
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Score `targets` int64 [m] under `logits` [m, vocab], with the top k tokens: see `score`."""

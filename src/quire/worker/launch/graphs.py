@@ -61,7 +61,8 @@ class CudaGraphs:
         self._limits, self._max_graphs = limits, limits.max_graphs
         self._captured: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._stand_ins = StandIns()
-        self._source, self._wanted = SameObjects(), None  # of the newest step: its columns and its shape
+        self._source = SameObjects()  # the columns of the newest step
+        self._wanted: StepShape | None = None  # its shape
         self._for_idle = self.shapes.when_idle()[::-1]  # the most useful last
         self._may_capture = True  # False: memory was short, so steps run eagerly until the engine is idle
         self._dropped = False  # graphs were dropped for lack of memory; retry when the engine is idle

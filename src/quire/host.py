@@ -6,7 +6,6 @@ processes of their own (`ranks/`). Callers that have not imported torch use `sta
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from quire.compilers import NO_COMPILERS, Compilers
 from quire.config import EngineConfig
+from quire.core import collector
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
 from quire.core.snapshot_pages import SnapshotPages
@@ -161,7 +161,7 @@ def _build(
         connect=_connect(rank, group, rows, prefills),
         secret=secret,
     )
-    _freeze_garbage()
+    collector.settle()
     clock.end("warm_up")
     start.run("finish")
     clock.end("weights")
@@ -243,12 +243,6 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         eviction=config.eviction,
         phases_s=phases_s,
     )
-
-
-def _freeze_garbage() -> None:
-    """Exclude all existing objects from garbage collection, because they live as long as the engine."""
-    gc.collect()
-    gc.freeze()
 
 
 class _PhaseClock:

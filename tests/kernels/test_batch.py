@@ -16,7 +16,6 @@ from quire.speculation.ngram import LONGEST, NgramDrafter
 from quire.types import (
     REJECTED,
     EngineRequest,
-    NewBlocks,
     SamplingParams,
     SlotAdmission,
     StateLayout,
@@ -160,13 +159,15 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]], draf
         starts=np.array(starts, np.int32),
         samples=np.array(samples, np.bool_),
         admissions=admissions,
-        new_blocks=[
-            NewBlocks(slot, rng.choice(GROUP_OF), 3, [rng.randrange(900)])
-            for slot in rows
-            if slot not in fresh and rng.random() < 0.2
-        ],
+        new_blocks=np.array(
+            [
+                (slot, rng.choice(GROUP_OF), 3, rng.randrange(900))
+                for slot in rows
+                if slot not in fresh and rng.random() < 0.2
+            ],
+            np.int32,
+        ).reshape(-1, 4),
         total_tokens=sum(counts),
-        max_seq_len=max((s + n for s, n in zip(starts, counts)), default=0),
     )
 
 

@@ -13,7 +13,7 @@ from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.sampling.columns import LogitRows
 from quire.types import StepPlan
 from quire.worker.launch.graphs import CudaGraphs
-from quire.worker.step.batch import DeviceStep
+from quire.worker.step.batch import DeviceStep, FirstEntries
 from quire.worker.step.stage_functions import StageFunctions
 from quire.worker.step.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
 from quire.worker.step.step_stages import LOGITS, TOKENS, StepStage
@@ -53,6 +53,7 @@ class Graphs(CudaGraphs):
         )
         self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
+        self._first_logits = FirstEntries(self._logits)
         self.filters = False
         sampler = SimpleNamespace(
             needs_host_work=lambda slots: False,
@@ -88,7 +89,15 @@ class Graphs(CudaGraphs):
         drafted = none.copy()
         drafted[0] = drafts
         plan = StepPlan(
-            0, none, counts, drafted, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
+            0,
+            none,
+            counts,
+            drafted,
+            none,
+            np.ones(len(tokens), bool),
+            [],
+            np.empty((0, 4), np.int32),
+            int(counts.sum()),
         )
         step = self.launch(plan, SimpleNamespace())
         if step.done is StepStage.OPEN:
@@ -270,3 +279,27 @@ def test_shapes_with_drafts_hold_their_logits() -> None:
             assert shape.rows >= rows and shape.tokens >= tokens and shape.drafts >= max(depths)
             assert rows + sum(depths) <= shape.logit_rows <= 1024
             assert longest <= 1 + max(depths) or not shape.decodes_only
+
+
+def test_the_steps_of_an_unchanged_batch_are_decided_once() -> None:
+    steps, asked = Graphs(64, 2048, 8192), list[np.ndarray]()
+    host_work = False
+
+    def needs_host_work(slots: np.ndarray) -> bool:
+        asked.append(slots)
+        return host_work
+
+    steps._stages.sampler.needs_host_work = needs_host_work
+    slots, none = np.arange(2, dtype=np.int32), np.zeros(2, np.int32)
+
+    def launch(slots: np.ndarray, admissions: list[Any]) -> StepStage:
+        ones, no_blocks = none + 1, np.empty((0, 4), np.int32)
+        plan = StepPlan(0, slots, ones, none, none, ones > 0, admissions, no_blocks, 2)
+        return steps.launch(plan, SimpleNamespace()).done
+
+    assert [launch(slots, []) for _ in range(3)] == [StepStage.COMMIT] * 3 and len(asked) == 1
+    host_work = True
+    assert launch(slots, [object()]) == StepStage.HEAD, "a new owner has other parameters"
+    host_work = False
+    assert launch(slots, []) == StepStage.HEAD and len(asked) == 2
+    assert launch(slots.copy(), []) == StepStage.COMMIT and len(asked) == 3

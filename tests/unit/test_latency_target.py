@@ -21,7 +21,7 @@ from quire.cli.plan import _targets
 from quire.config import EngineConfig
 from quire.core.prompt_budget import LatencyBudget
 from quire.core.step_time import StepLoad, StepTimeModel, load_of
-from quire.core.steplog import AdmissionRecord, StepRecord
+from quire.core.steplog import AdmissionRecord, RecordedRows, StepRecord
 from quire.serve.settings import PREFILL_SLOWDOWN, served_config
 from quire.types import (
     ConfigError,
@@ -80,7 +80,7 @@ def learnt(budget: LatencyBudget, device: Device, rows: int = 32) -> LatencyBudg
     for step in range(400):
         tokens = 500 + 37 * (step % 40) if step % 2 else 0
         done = [(f"{row}", 100 + step, 1) for row in range(rows)] + [("p", 0, tokens)] * bool(tokens)
-        record = StepRecord(step, 0.0, done, [], [], rows, 0, None, 9, prompt_tokens=tokens)
+        record = StepRecord(step, 0.0, RecordedRows.of(done), [], [], rows, 0, None, 9, prompt_tokens=tokens)
         record.took_s = device.predict(load_of(record))
         budget.end_step(record)
     return budget
@@ -141,7 +141,9 @@ def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
     took_s = 0.0
     for step in range(64):  # prompts of 16 chunks
         start = 512 * (step % 16)
-        record = StepRecord(step, 0.0, [("a", start, 512)], [], [], 1, 0, None, 9, prompt_tokens=512)
+        record = StepRecord(
+            step, 0.0, RecordedRows.of([("a", start, 512)]), [], [], 1, 0, None, 9, prompt_tokens=512
+        )
         record.took_s = device.predict(load_of(record)) + 1e-6 * start
         took_s += record.took_s
         budget.end_step(record)
@@ -149,9 +151,11 @@ def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
 
 
 def test_the_load_of_a_step() -> None:
-    record = StepRecord(0, 0.0, [("a", 99, 1), ("b", 0, 4)], [], [], 2, 0, None, 9, prompt_tokens=4)
+    record = StepRecord(
+        0, 0.0, RecordedRows.of([("a", 99, 1), ("b", 0, 4)]), [], [], 2, 0, None, 9, prompt_tokens=4
+    )
     assert load_of(record) == StepLoad(1, 0.1, 4, 0.008)
-    record = StepRecord(0, 0.0, [("a", 96, 4)], [], [], 1, 0, None, 9, drafts=3)
+    record = StepRecord(0, 0.0, RecordedRows.of([("a", 96, 4)]), [], [], 1, 0, None, 9, drafts=3)
     assert load_of(record) == StepLoad(4, 0.1, 0, 0.0), "drafts are no prompt"
 
 
@@ -177,12 +181,12 @@ def test_prompts_go_on_if_the_target_cannot_be_met() -> None:
 
 def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
     budget, streams, prompt = LatencyBudget(8192, RequestTargets(1.0)), [request()], request(length=10_000)
-    assert budget.tokens([5], streams, prompt, 0.0) == 64, "nothing is known yet"
+    assert budget.tokens(np.array([5]), streams, prompt, 0.0) == 64, "nothing is known yet"
     for step in range(40):
         tokens = 64 + step % 3
-        rows = [("a", 9, 1), ("b", 0, tokens)]
+        rows = RecordedRows.of([("a", 9, 1), ("b", 0, tokens)])
         budget.end_step(StepRecord(step, 0.0, rows, [], [], 2, 0, None, 9, prompt_tokens=tokens, took_s=1e-3))
-    assert 64 < budget.tokens([10], streams, prompt, 0.0) <= 99, (
+    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0.0) <= 99, (
         "a second has room for more, but no such chunk has been timed"
     )
 
@@ -190,7 +194,7 @@ def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
 def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_due() -> None:
     device = Device(noise=0.0)
     budget, streams = learnt(LatencyBudget(8192, RequestTargets(), slowdown=4.0), device), [request()] * 32
-    lengths = [200] * 32
+    lengths = np.full(32, 200)
     plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
     tokens = budget.tokens(lengths, streams, request(length=4000), 0.0)
     took_s = device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
@@ -209,7 +213,7 @@ def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_
 def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
     device = Device(noise=0.0)
     budget, prompt = learnt(LatencyBudget(8192, RequestTargets(0.040)), device), request(length=4000)
-    lengths, others = [200] * 32, [request()] * 31
+    lengths, others = np.full(32, 200), [request()] * 31
     plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
 
     def took_s(**targets: float) -> float:
@@ -220,8 +224,10 @@ def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
     assert took_s(itl_s=0.020) == pytest.approx(0.020, rel=0.1)
     assert took_s(itl_s=1e-4) == pytest.approx(2 * plain_s, rel=0.1), "others' prompts go on"
     assert took_s(itl_s=1.0) == pytest.approx(0.040, rel=0.1), "the other rows have the engine's target"
-    alone = budget.tokens([200], [request(itl_s=1.0)], prompt, 0.0)
-    assert alone > budget.tokens([200], [request()], prompt, 0.0), "a longer target of its own counts instead"
+    alone = budget.tokens(np.array([200]), [request(itl_s=1.0)], prompt, 0.0)
+    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0.0), (
+        "a longer target of its own counts instead"
+    )
 
 
 def test_no_more_requests_run_than_decode_within_the_target() -> None:

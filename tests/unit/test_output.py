@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.backends import BYTE_OF_CHAR, JsonBackend
+from quire.frontend.tokenizer.detokenizer import Detokenizer
 from quire.frontend.tokenizer.gguf_tokenizer import byte_level_bpe
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
 from quire.types import CompletionOutput, EngineOutput, RequestFailure, SamplingParams, TokenLogprobs
@@ -234,3 +236,24 @@ def test_deltas_add_up_to_the_answer_in_any_steps(
         expected.stop_reason,
     )
     assert answer.token_ids == expected.token_ids
+
+
+def test_text_is_decoded_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[list[int]] = []
+    push = Detokenizer.push
+
+    def watched(self: Detokenizer, ids: Sequence[int]) -> str:
+        pushed.append(list(ids))
+        return push(self, ids)
+
+    monkeypatch.setattr(Detokenizer, "push", watched)
+    state, assembler = opened()
+    for byte in b"abc":
+        assembler.apply([EngineOutput("r", [byte])])
+    assert not pushed
+    assert state.output().outputs[0].text == "abc" and pushed == [list(b"abc")]
+    state, assembler = opened(stop=["c"])
+    assert assembler.apply([EngineOutput("r", list(b"ab"))]).aborts == []
+    assert assembler.apply([EngineOutput("r", list(b"cd"))]).aborts == ["r"], (
+        "a stop string is looked for at once"
+    )

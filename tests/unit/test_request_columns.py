@@ -20,7 +20,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.steplog import RecordedRows, StepLog
 from quire.core.stop_tokens import StopTokens
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, Request, RequestOrder, SamplingParams
-from quire.types.request_table import UNUSED_ROW, RequestTable
+from quire.types.request_table import KNOWN, UNUSED_ROW, RequestTable
 from quire.worker.constant_executor import ConstantExecutor
 
 BLOCK = 64
@@ -44,7 +44,8 @@ def test_tokens_in_columns_agree_with_lists() -> None:
                 wanted[make_request(table, prompt)] = prompt[:]
             requests = rng.sample(list(wanted), rng.randint(0, len(wanted)))
             new = np.array([rng.randrange(99) for _ in requests], np.int32)
-            table.append(np.array([request.row for request in requests], np.int64), new)
+            rows = np.array([request.row for request in requests], np.int64)
+            table.append(rows, table.data[KNOWN][rows], new)
             for request, token in zip(requests, new.tolist()):
                 wanted[request].append(token)
             if wanted and rng.random() < 0.5:

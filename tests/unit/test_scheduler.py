@@ -42,7 +42,7 @@ from quire.types import (
     StepPlan,
     StepResult,
 )
-from quire.types.request_table import KNOWN, WRITTEN
+from quire.types.request_table import EXTRA, KNOWN
 
 VOCAB, EOS = 23, 0
 
@@ -126,8 +126,8 @@ class FakeDevice:
         def spoil() -> None:
             for a in plan.admissions:
                 self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=[list(b) for b in a.blocks])
-            for slot, group, _, blocks in plan.new_blocks:
-                self.columns[slot]["blocks"][group] += blocks
+            for slot, group, _, block in plan.new_blocks.tolist():
+                self.columns[slot]["blocks"][group].append(block)
             for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
                 for position in range(start, start + n):
                     for group in range(len(self.groups)):
@@ -143,9 +143,9 @@ class FakeDevice:
         for a in plan.admissions:
             blocks = [list(table) for table in a.blocks]
             self.columns[a.slot] = dict(tokens=list(a.tokens), computed=a.computed, blocks=blocks)
-        for slot, group, index, blocks in plan.new_blocks:
+        for slot, group, index, block in plan.new_blocks.tolist():
             assert len(self.columns[slot]["blocks"][group]) == index
-            self.columns[slot]["blocks"][group] += blocks
+            self.columns[slot]["blocks"][group].append(block)
         for slot, row in plan.restores:
             self.states[slot] = self.snapshots[row]
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot runs twice in one step"
@@ -674,7 +674,7 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
             return original(self, request)
         finally:
             request.tokens.pop()
-            request.table.data[[KNOWN, WRITTEN], request.row] -= 1
+            request.table.data[[KNOWN, EXTRA], request.row] -= 1
 
     monkeypatch.setattr(HashPrefixCache, "match", match)
 

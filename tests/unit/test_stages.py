@@ -129,9 +129,8 @@ def plan(slots: list[int], samples: list[bool] | None = None, drafts: list[int] 
         starts=np.zeros(count, np.int32),
         samples=np.array([True] * count if samples is None else samples),
         admissions=[],
-        new_blocks=[],
+        new_blocks=np.empty((0, 4), np.int32),
         total_tokens=count,
-        max_seq_len=9,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 
+from quire.core import collector
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.blocks import Blocks
 from quire.core.engine import Engine
@@ -49,6 +50,7 @@ def host_cost(
         engine.add(EngineRequest(f"r{i}", prompt, SamplingParams(max_tokens=max_len)))
     while scheduler.waiting or not len(log) or log.last.prompt_tokens:
         engine.step()
+    collector.settle()  # as in a process with an engine
     times, messages = [], []
     for _ in range(steps):
         begin = time.perf_counter()

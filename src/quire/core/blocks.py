@@ -12,12 +12,13 @@ that reads them last has been planned: their next owner writes in a later step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
 from quire.core.prefix_cache import PrefixCache, PrefixMatch
 from quire.core.snapshots import NoSnapshots, Snapshots, StateCopies
-from quire.types import BlockTable, KVGroup, NewBlocks, Request
+from quire.types import BlockTable, KVGroup, NewBlock, Request
 
 
 class BlockDemand(NamedTuple):
@@ -102,42 +103,45 @@ class Blocks:
 
     # ------------------------------------------------------------------------------- while it runs
 
-    def grow(self, request: Request, tokens: int) -> list[NewBlocks] | None:
-        """Give a running request blocks for its first `tokens` tokens, and release those behind its windows.
+    def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[NewBlock] | None:
+        """Give running requests blocks for their first `tokens` tokens each, and release those behind their windows.
 
         Returns:
-            The additions to its block tables, or None if too few blocks are free. It then gets none.
+            The additions to their block tables, or None if too few blocks are free. They then get none.
         """
-        if self._windowed:
-            self.trim(request)
-        size, tables, slot = self._block_size, request.tables, request.slot
-        needed = -(-tokens // size)
-        lacking, total = [], 0  # index and number of blocks of the tables that are too short
+        self.trim_all(requests)
+        size = self._block_size
+        lacking, total = [], 0  # tables that are too short, and how many blocks they and all lack
         for index, group in enumerate(self.groups):
-            end, table = needed, tables[index]
-            # A table without a window has had the blocks of all known tokens since the admission.
-            if group.window is not None:
-                end = max(needed, self._end(group, table.first, request.known))
-            if (count := end - len(table.blocks)) > 0:
-                lacking.append((index, count))
-                total += count
+            for request, end in zip(requests, tokens):
+                table, end = request.tables[index], -(-end // size)
+                # A table without a window has had the blocks of all known tokens since the admission.
+                if group.window is not None:
+                    end = max(end, self._end(group, table.first, request.known))
+                if (count := end - len(table.blocks)) > 0:
+                    lacking.append((request, index, table.blocks, count))
+                    total += count
         if total > self.pool.num_free:
             return None
-        added = []
-        for index, count in lacking:
-            blocks, fresh = tables[index].blocks, self.pool.take(count)
-            added.append(NewBlocks(slot, index, len(blocks), fresh))
-            blocks += fresh
-        request.num_blocks += total
-        request.room = min([len(table.blocks) for table in tables]) * size
+        taken, added = iter(self.pool.take(total)), list[NewBlock]()
+        for request, index, blocks, count in lacking:
+            slot = request.slot
+            for block in islice(taken, count):
+                added.append((slot, index, len(blocks), block))
+                blocks.append(block)
+            request.num_blocks += count
+        for request in requests:
+            request.room = min([len(table.blocks) for table in request.tables]) * size
         return added
 
-    def publish(self, request: Request) -> Sequence[int]:
-        """Publish the full blocks of a request whose tokens are known. Return those that are new to the cache."""
-        full = min(request.computed, request.known) // self._block_size
-        request.full_at = (full + 1) * self._block_size
-        published = self.cache.publish(request, full)
-        self.snapshots.settle(request)
+    def publish(self, requests: Sequence[Request]) -> list[int]:
+        """Publish the full blocks of requests whose tokens are known. Return those that are new to the cache."""
+        size, published = self._block_size, list[int]()
+        for request in requests:
+            full = min(request.computed, request.known) // size
+            request.full_at = (full + 1) * size
+            published += self.cache.publish(request, full)
+            self.snapshots.settle(request)
         return published
 
     def trim(self, request: Request) -> None:

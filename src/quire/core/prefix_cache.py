@@ -252,10 +252,10 @@ class HashPrefixCache:
 
     def publish(self, request: Request, full: int) -> Sequence[int]:
         self._extend(request, full)
-        published = []
+        names, published = request.names, []
         for group, (table, have) in enumerate(zip(request.tables, self._block_of)):
             for index in range(max(request.published, table.first), full):
-                name, block = request.names[index], table.blocks[index]
+                name, block = names[index], table.blocks[index]
                 if name not in have:
                     have[name] = block
                     self._place_of[block] = group, name

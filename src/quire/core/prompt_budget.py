@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from quire.core.step_time import StepLoad, StepTimeModel, load_of
 from quire.core.steplog import StepRecord
 from quire.types import Request, RequestTargets
@@ -30,12 +32,12 @@ class PromptBudget(Protocol):
     rate: float  # prompt tokens per second beside the rows that decode now; 0 while it is not known
 
     def tokens(
-        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
     ) -> int:
         """Return the number of prompt tokens that a step may have.
 
         Args:
-            decoding: lengths of the rows that decode in it.
+            decoding: int32 [rows], lengths of the rows that decode in it.
             requests: the requests of these rows.
             first: the request whose prompt is next; None if there is none.
             now_s: on the engine's clock.
@@ -64,7 +66,7 @@ class FixedBudget:
         self._limit = limit
 
     def tokens(
-        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
     ) -> int:
         return self._limit
 
@@ -110,9 +112,9 @@ class LatencyBudget:
         return self._model.median_error
 
     def tokens(
-        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
     ) -> int:
-        self._load = load = StepLoad(len(decoding), sum(decoding) / 1e3, 0, 0.0)
+        self._load = load = StepLoad(len(decoding), int(decoding.sum()) / 1e3, 0, 0.0)
         if first is None:
             return self._most
         context = first.computed / 1e3

@@ -12,7 +12,7 @@ from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
 from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
-from quire.types.request_table import KNOWN, LIMIT, PENDING, VISITED
+from quire.types.request_table import KNOWN, VISIT_AT
 
 
 class _SampledRows:
@@ -22,7 +22,7 @@ class _SampledRows:
         rows: their places in the plan.
         requests: the requests of all rows of the plan.
         table_rows: int64 [sampling rows], the rows of their requests in the table.
-        most: int32 [sampling rows], most tokens that each row yields.
+        most: integers [sampling rows], most tokens that each row yields.
         ids: the ids of their requests.
         tokens: int32 [sampling rows, 1 + most drafts], as in the result.
         caught_up: requests that have caught up with this step.
@@ -51,6 +51,8 @@ class _SampledRows:
     def special(self) -> list[Request]:
         """Return the requests of which the step has brought more than tokens, or whose tokens are dropped."""
         builder, pooled, scored = self.builder, self.result.pooled or (), self.result.prompt_logprobs or ()
+        if not (self.caught_up or builder.dropped or pooled or scored):
+            return []
         return [*self.caught_up, *builder.dropped, *(self.requests[row] for row in (*pooled, *scored))]
 
     def first_logit_row(self, index: int) -> int:
@@ -88,14 +90,14 @@ class Retirement:
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
         table, tokens, found = self._life.table, sampled.tokens, list[int]()
-        pending, rows = table.data[PENDING], sampled.table_rows
-        pending[rows] = pending[rows] - sampled.most
         outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
-        plain, visits = rows, self._visits(sampled)
+        plain, newest = sampled.table_rows, tokens[:, 0]
+        known = table.data[KNOWN][plain]
+        visits = self._visits(sampled, known, newest)
         if np.count_nonzero(visits):
             found, is_plain = visits.nonzero()[0].tolist(), ~visits
-            plain, tokens = plain[is_plain], tokens[is_plain]
-        table.append(plain, tokens[:, 0])
+            plain, known, newest = plain[is_plain], known[is_plain], newest[is_plain]
+        table.append(plain, known, newest)
         self._log.totals.generated_tokens += len(plain)
         record.generated += len(plain)
         visited = [(index, self._visit(sampled, index, record, depth)) for index in found]
@@ -113,17 +115,21 @@ class Retirement:
                 )
             )
 
-    def _visits(self, sampled: _SampledRows) -> np.ndarray:
-        """Return which rows have more to it than one more token, bool [sampling rows]."""
-        rows, cells = sampled.table_rows, self._life.table.data.take(sampled.table_rows, axis=1)
-        visits = cells[KNOWN] + sampled.most >= cells[LIMIT]
-        visits |= self._life.stops.mark(sampled.tokens[:, 0])
-        if np.count_nonzero(cells[VISITED]):
-            visits |= cells[VISITED] != 0
+    def _visits(self, sampled: _SampledRows, known: np.ndarray, newest: np.ndarray) -> np.ndarray:
+        """Return which rows have more to it than one more token, bool [sampling rows].
+
+        Args:
+            sampled: the rows.
+            known: the tokens that their requests know before.
+            newest: the first token of each row.
+        """
+        rows = sampled.table_rows
+        visits = known + sampled.most >= self._life.table.data[VISIT_AT][rows]
+        visits = visits | self._life.stops.mark(newest)  # numpy takes longer in place if there are few
         if sampled.plan.max_drafts:
-            visits |= sampled.most > 1
+            visits = visits | (sampled.most > 1)
         if special := sampled.special():
-            visits |= np.isin(rows, [request.row for request in special])
+            visits = visits | np.isin(rows, [request.row for request in special])
         return visits
 
     def _visit(
@@ -132,6 +138,7 @@ class Retirement:
         """Apply the result of a row, and return its output, if it has any."""
         row = sampled.rows[index]
         request, result, scores = sampled.requests[row], sampled.result, sampled.scores
+        request.pending -= int(sampled.most[index])
         if request.ended:  # while this step was in flight
             request.end()
             return None

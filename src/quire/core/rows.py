@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.core.clocks import CatchUpRow
@@ -12,14 +14,15 @@ from quire.types import Request
 from quire.types.request_table import (
     CATCHING_UP,
     COMPUTED,
+    DECODING_COLUMNS,
     DRAFTS,
+    EXTRA,
     FULL_AT,
     KNOWN,
     LAST_STEP,
     LIMIT,
     NO_DRAFTS,
     PAUSED,
-    PENDING,
     ROOM,
 )
 
@@ -47,51 +50,67 @@ class RowPlacer:
         running = self._life.running
         if not len(running):
             return []
-        cells = self._table.data.take(running.rows, axis=1)
-        total = cells[KNOWN] + cells[PENDING]
-        want = total - cells[COMPUTED]
-        ready = self._ready(cells, total, builder.step)
-        chosen = (ready & (want == _ONE)).nonzero()[0]
-        long_rows = []
-        if len(chosen) < len(running):
-            long_rows = [(running[i], int(want[i])) for i in (ready & (want > 1)).nonzero()[0].tolist()]
-            cells = cells[:, chosen]
-        if len(chosen):
-            self._place_single(builder, running.decoding_at(chosen), cells)
+        cells = self._table.data[:DECODING_COLUMNS].take(running.rows, axis=1)
+        is_plain = not np.count_nonzero(cells[EXTRA:])
+        total = cells[COMPUTED] + _ONE if is_plain else cells[COMPUTED] + cells[EXTRA] + _ONE
+        ready = self._ready(cells, total, builder.step, is_plain)
+        chosen = ready if is_plain else ready & (cells[EXTRA] == 0)
+        if np.count_nonzero(chosen) == len(running):
+            self._place_single(builder, running.decoding, cells, total, is_plain)
+            return []
+        places, long = chosen.nonzero()[0], (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
+        long_rows = [(running[i], int(cells[EXTRA, i]) + 1) for i in long]
+        if len(places):
+            self._place_single(
+                builder, running.decoding_at(places), cells[:, places], total[places], is_plain
+            )
         return long_rows
 
-    def _ready(self, cells: np.ndarray, total: np.ndarray, step: int) -> np.ndarray:
-        """Return which of the running requests may have a row, bool [requests]."""
+    def _ready(self, cells: np.ndarray, total: np.ndarray, step: int, is_plain: bool) -> np.ndarray:
+        """Return which of the running requests may have a row, bool [requests].
+
+        Args:
+            cells: the columns of the requests.
+            total: the tokens of each, known and pending.
+            step: number of the step.
+            is_plain: none of them is paused.
+        """
         # The others reach their full length with the steps in flight.
         ready = total < cells[LIMIT]
-        if np.count_nonzero(cells[PAUSED]):
+        if not is_plain:
             ready &= cells[PAUSED] == 0
         if not self._limits.lookahead:
-            ready &= cells[PENDING] == 0  # the next input token is not known yet
+            ready &= total == cells[KNOWN]  # otherwise the next input token is not known yet
         elif (stages := self._limits.stages) > 1:
-            ready &= (cells[PENDING] == 0) | (step - cells[LAST_STEP] >= stages)
+            last_steps = self._table.data[LAST_STEP][self._life.running.rows]
+            ready &= (total == cells[KNOWN]) | (step - last_steps >= stages)
         return ready
 
-    def _place_single(self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray) -> None:
+    def _place_single(
+        self, builder: PlanBuilder, rows: PlanRows, cells: np.ndarray, ends: np.ndarray, is_plain: bool
+    ) -> None:
         """Add rows of one token, and their drafts.
 
         Args:
             builder: the plan, without rows.
             rows: the rows without drafts.
             cells: the columns of their requests.
+            ends: where the rows end without drafts, int64 [rows].
+            is_plain: none of them catches up or drafts.
         """
         running = len(self._life.running)
         # Every stage of a pipeline works on other requests, so each step takes its share of them.
         most_rows = min(builder.budget, -(-running // self._limits.stages))
-        rows = rows._replace(starts=cells[COMPUTED].astype(np.int32))
-        if np.count_nonzero(cells[DRAFTS]):
+        rows = rows.starting_at(cells[COMPUTED].astype(np.int32))
+        if not is_plain and np.count_nonzero(cells[DRAFTS]):
             # Draft tokens get what is left after one token for every request.
-            drafts = _drafts(cells, min(builder.budget, self._limits.max_logit_rows) - running)
+            barred = self._table.data[NO_DRAFTS][rows.table_rows]
+            drafts = _drafts(cells, barred, min(builder.budget, self._limits.max_logit_rows) - running)
             most = 1 + drafts
             rows = rows._replace(drafts=drafts, num_tokens=most, most=most, total_drafts=int(drafts.sum()))
-        ends = rows.starts + rows.num_tokens
+            ends = ends + drafts
         if most_rows >= len(rows.requests) and self._grow(builder, rows, ends, cells[ROOM]):
-            self._emit_decoding(builder, rows, ends, cells)
+            self._emit_decoding(builder, rows, ends, cells, is_plain)
             return
         # Requests may be left out or preempted, so their order matters.
         for request, drafts in zip(rows.requests, rows.drafts.tolist()):
@@ -100,37 +119,31 @@ class RowPlacer:
 
     def _grow(self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, room: np.ndarray) -> bool:
         """Give all rows the blocks that they lack. Return False if too few may be free; they then get none."""
-        blocks = self._blocks
         lacking = (ends > room).nonzero()[0]
         if not len(lacking):
             return True
-        needed = -(-ends[lacking] // blocks.block_size) - room[lacking] // blocks.block_size
-        if int(needed.sum()) * len(blocks.groups) > blocks.pool.num_free:
-            return False
-        for i, end in zip(lacking.tolist(), ends[lacking].tolist()):
-            added = blocks.grow(rows.requests[i], end)
-            assert added is not None, "too few blocks, though they were counted"
-            builder.new_blocks += added
-        return True
+        added = self._blocks.grow([rows.requests[i] for i in lacking.tolist()], ends[lacking].tolist())
+        builder.new_blocks += added or ()
+        return added is not None
 
     def _emit_decoding(
-        self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, cells: np.ndarray
+        self, builder: PlanBuilder, rows: PlanRows, ends: np.ndarray, cells: np.ndarray, is_plain: bool
     ) -> None:
         """Add rows whose blocks their requests hold, and count their tokens as computed."""
         data, at = self._table.data, rows.table_rows
         builder.add_decoding(rows)
         data[LAST_STEP][at], data[COMPUTED][at] = builder.step, ends
-        if np.count_nonzero(cells[CATCHING_UP]):
+        if not is_plain and np.count_nonzero(cells[CATCHING_UP]):
             for i in cells[CATCHING_UP].nonzero()[0].tolist():
                 rows.requests[i].catching_up = False
                 builder.catching_up.append(CatchUpRow(rows.requests[i], 1, True))
         # Otherwise a full block matters once its tokens are known, so that it can be published.
         reach = ends if self._blocks.follows_rows else cells[KNOWN]
-        for i in (reach >= cells[FULL_AT]).nonzero()[0].tolist():
-            self._publish(builder, rows.requests[i])
-        data[PENDING][at] = cells[PENDING] + rows.num_tokens
+        if len(full := (reach >= cells[FULL_AT]).nonzero()[0]):
+            self._publish(builder, [rows.requests[i] for i in full.tolist()])
+        # As many tokens are pending as have been computed, so EXTRA stays.
         if not self._keeps_kv:
-            data[COMPUTED][at] = 0
+            data[COMPUTED][at], data[EXTRA][at] = 0, ends
 
     def place(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> int:
         """Add a row of `n` tokens and `drafts` draft tokens.
@@ -144,7 +157,7 @@ class RowPlacer:
         if request.status != "running":
             return 0  # preempted earlier in this step
         if request.computed + n + drafts > request.room:
-            while (added := self._blocks.grow(request, request.computed + n + drafts)) is None:
+            while (added := self._blocks.grow([request], [request.computed + n + drafts])) is None:
                 if drafts:
                     drafts = 0
                 elif self._life.connector.reclaim():
@@ -163,22 +176,25 @@ class RowPlacer:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.full_at:
-            self._publish(builder, request)
+            self._publish(builder, [request])
         if samples:
             request.pending += 1 + drafts
             if not self._keeps_kv:
                 request.computed = 0
 
-    def _publish(self, builder: PlanBuilder, request: Request) -> None:
-        """Publish the blocks that the row of a request fills, and keep a snapshot of the state behind them.
+    def _publish(self, builder: PlanBuilder, requests: Sequence[Request]) -> None:
+        """Publish the blocks that the rows of requests fill, and keep snapshots of the states behind them.
 
         A block whose last token is still in flight is published with a later row.
         """
-        if request.known >= request.full_at:
-            builder.published.update(self._blocks.publish(request))
-        self._blocks.snapshots.save(request, builder.copies)
-        if not request.catching_up:
-            builder.filled.append(request)
+        known = [request for request in requests if request.known >= request.full_at]
+        builder.published.update(self._blocks.publish(known))
+        if not self._blocks.follows_rows:
+            return
+        for request in requests:
+            self._blocks.snapshots.save(request, builder.copies)
+            if not request.catching_up:
+                builder.filled.append(request)
 
     def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
         """Preempt a request that comes after `request` in order and has no row in this step.
@@ -198,15 +214,16 @@ class RowPlacer:
         return True
 
 
-def _drafts(cells: np.ndarray, most: int) -> np.ndarray:
+def _drafts(cells: np.ndarray, barred: np.ndarray, most: int) -> np.ndarray:
     """Return the draft tokens of rows that want one token, int32 [rows].
 
     Args:
         cells: the columns of their requests.
+        barred: not 0 for those that must have none.
         most: draft tokens of all rows; the first rows take theirs first.
     """
-    room = cells[LIMIT] - cells[KNOWN] - cells[PENDING] - 1
+    room = cells[LIMIT] - cells[COMPUTED] - 2
     drafts = np.minimum(cells[DRAFTS], room).clip(0)
-    drafts[(cells[CATCHING_UP] | cells[NO_DRAFTS]) != 0] = 0
+    drafts[(cells[CATCHING_UP] | barred) != 0] = 0
     left = most - (drafts.cumsum() - drafts)
     return np.minimum(drafts, left.clip(0)).astype(np.int32)

@@ -82,7 +82,7 @@ class RunningRequests(Sequence[Request]):
             starts=none,
             num_tokens=one,
             drafts=none,
-            most=one,
+            most=np.ones(count, np.int64),
             samples=np.ones(count, np.bool_),
             total_drafts=0,
             num_sampling=count,

@@ -44,15 +44,14 @@ class StepLoad(NamedTuple):
 
 def load_of(record: StepRecord) -> StepLoad:
     """Return what the step of a record does. Rows of one token count as decoding; so do drafts if there is no prompt."""
-    rows, context, tokens, prompt_context = 0, 0, 0, 0
-    for _, start, count in record.rows:
-        if count == 1 or not record.prompt_tokens:
-            rows += count
-            context += start + count
-        else:
-            tokens += count
-            prompt_context += count * (start + count // 2)
-    return StepLoad(rows, context / 1e3, tokens, prompt_context / 1e3)
+    starts, counts = record.rows.starts, record.rows.counts
+    if not record.prompt_tokens:
+        return StepLoad(record.num_tokens, (int(starts.sum()) + record.num_tokens) / 1e3, 0, 0.0)
+    decodes, counts = counts == 1, counts.astype(np.int64)  # the product may exceed 31 bits
+    reads = np.where(decodes, starts + counts, counts * (starts + counts // 2))
+    rows, context = int(np.count_nonzero(decodes)), int(reads[decodes].sum())
+    prompt_context = int(reads.sum()) - context
+    return StepLoad(rows, context / 1e3, record.num_tokens - rows, prompt_context / 1e3)
 
 
 class LinearFit:

@@ -80,6 +80,7 @@ class ChoiceOutput:
             )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._text: list[str] = []
+        self._undecoded: list[int] = []  # tokens whose text has not been read yet
         self._taken_text = self._taken_tokens = (
             0  # pieces of text, and tokens, that `take_delta` has returned
         )
@@ -88,6 +89,7 @@ class ChoiceOutput:
     @property
     def text(self) -> str:
         """Return the text so far, without characters that could still become part of a stop string."""
+        self._decode()
         return "".join(self._text)
 
     def apply(self, output: EngineOutput) -> bool:
@@ -97,22 +99,33 @@ class ChoiceOutput:
         last = len(output.token_ids) - 1
         for i, token in enumerate(output.token_ids):
             self.token_ids.append(token)
-            if (
-                output.logprobs is not None
-                and self.logprobs is not None
-                and self.cumulative_logprob is not None
-            ):
-                self.logprobs.append(readable_logprobs(output.logprobs[i], self._tokenizer))
-                self.cumulative_logprob += output.logprobs[i].logprobs[0]
-            if not (hides_last and i == last) and self._append_text(self._detokenizer.push([token])):
+            if output.logprobs is not None:
+                self._append_logprobs(output.logprobs[i])
+            if not (hides_last and i == last):
+                self._undecoded.append(token)
+            # Without a stop string to look for, many tokens are decoded at once, when their text is read.
+            if self.params.stop and self._decode():
                 self.finish_reason, self.stop_reason = "stop", self._stops.stopped
                 return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
         return False
 
+    def _append_logprobs(self, logprobs: TokenLogprobs) -> None:
+        if self.logprobs is not None and self.cumulative_logprob is not None:
+            self.logprobs.append(readable_logprobs(logprobs, self._tokenizer))
+            self.cumulative_logprob += logprobs.logprobs[0]
+
+    def _decode(self) -> bool:
+        """Append the text of tokens that have none yet. Return True if it completed a stop string."""
+        if not self._undecoded:
+            return False
+        ids, self._undecoded = self._undecoded, []
+        return self._append_text(self._detokenizer.push(ids))
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the choice and append the text that was held back."""
+        self._decode()
         if self._append_text(self._detokenizer.finish()):
             reason, stop_reason = "stop", self._stops.stopped
         else:
@@ -151,6 +164,7 @@ class ChoiceOutput:
 
         Concatenating the deltas gives the final text and tokens. The finish reason alone makes one last delta.
         """
+        self._decode()
         text, tokens = self._text[self._taken_text :], self.token_ids[self._taken_tokens :]
         ends = self.finish_reason is not None and not self._end_taken
         if not (text or tokens or ends):

@@ -161,6 +161,8 @@ class LibraryGrammar:
 
     def masks(self, plan: StepPlan, drafts: Callable[[], np.ndarray]) -> TokenMasks | None:
         rows, self._rows = self._rows, []
+        if not rows:
+            return None
         rows = [(row, answer) for row, answer in rows if answer.request_id in self._answers]
         if plan.max_drafts:
             self._set_drafts(plan, rows, drafts)

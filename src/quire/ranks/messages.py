@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.types import BlockKey, EngineRequest, NewBlocks, SlotAdmission, StepPlan, TokenMasks, TransferOrder
+from quire.types import BlockKey, EngineRequest, SlotAdmission, StepPlan, TokenMasks, TransferOrder
 
 
 class StartRank(msgspec.Struct, tag=True):
@@ -99,7 +99,6 @@ def decode_forward(body: memoryview) -> StepPlan:
     """Decode what `encode_forward` has encoded, without its first byte."""
     fields: dict[str, Any] = _decode_plan(body)
     fields["admissions"] = [_admission(admission) for admission in fields["admissions"]]
-    fields["new_blocks"] = [NewBlocks(*blocks) for blocks in fields["new_blocks"]]
     return StepPlan(**fields)
 
 

@@ -77,7 +77,8 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
-        self._masked = np.zeros(num_slots, dtype=np.bool_)
+        self._on_host = np.zeros(num_slots, dtype=np.bool_)  # as `needs_host_work`
+        self._filtered = np.zeros(num_slots, dtype=np.bool_)  # as `has_filters`
         self._choose: Choose = (
             self.kernel_choice(vocab_size, max_rows or num_slots) if available(device) else self.choose_plain
         )
@@ -98,7 +99,11 @@ class Sampler:
         self._filters.top_k[slot] = max(0, params.top_k)
         self._filters.top_p[slot] = params.top_p < 1
         self._filters.min_p[slot] = params.min_p > 0
-        self._masked[slot] = request.grammar is not None
+        self._on_host[slot] = (
+            self._processed[slot] or request.grammar is not None or params.logprobs is not None
+        )
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._filtered[slot] = filtered and not self._greedy[slot]
         self._table.stage(slot, {column.name: column.value(request) for column in SLOT_COLUMNS})
 
     def flush(self) -> None:
@@ -162,12 +167,11 @@ class Sampler:
 
     def needs_host_work(self, slots_host: np.ndarray) -> bool:
         """Return whether any row needs more than `choose`: edited or masked logits, or log-probabilities."""
-        host = self._processed[slots_host] | self._masked[slots_host] | (self._logprobs[slots_host] != _NONE)
-        return bool(host.any())
+        return bool(np.count_nonzero(self._on_host[slots_host]))
 
     def has_filters(self, slots_host: np.ndarray) -> bool:
         """Return whether any row is drawn with top_k, top_p or min_p."""
-        return bool((self._filters.at(slots_host).used & ~self._greedy[slots_host]).any())
+        return bool(np.count_nonzero(self._filtered[slots_host]))
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Score `targets` int64 [m] under `logits` [m, vocab], with the top k tokens: see `score`."""

@@ -25,7 +25,10 @@ class BlockNames:
     """The function from tokens to names, for blocks of `block_size` tokens under one secret."""
 
     def __init__(self, block_size: int, secret: bytes) -> None:
-        self.block_size, self._secret = block_size, secret
+        self.block_size = block_size
+        self._keyed = blake2b(
+            digest_size=16, key=secret
+        )  # copied for each name, which is quicker than a new one
 
     def extend(self, names: list[bytes], salt: str, tokens: array[int], count: int) -> None:
         """Append names to `names` until it has `count`.
@@ -36,12 +39,12 @@ class BlockNames:
             tokens: int32 token ids of the sequence, at least `count` blocks.
             count: number of names wanted.
         """
-        size, secret = self.block_size, self._secret
+        size, keyed = self.block_size, self._keyed
         name = names[-1] if names else salt.encode()
         for start in range(len(names) * size, count * size, size):
-            piece = tokens[start : start + size].tobytes()
-            name = blake2b(name + b"|" + piece, digest_size=16, key=secret).digest()
-            names.append(name)
+            digest = keyed.copy()
+            digest.update(name + b"|" + tokens[start : start + size].tobytes())
+            names.append(name := digest.digest())
 
     def short_names(self, salt: str, prompt: list[int]) -> list[bytes]:
         """Return the short names of the blocks that a prompt may find in a cache: all full ones before its last token."""

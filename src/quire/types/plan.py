@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.types.engine_io import EngineRequest, TokenLogprobs
 
@@ -24,13 +24,9 @@ class SlotAdmission:
     request: EngineRequest
 
 
-class NewBlocks(NamedTuple):
-    """Block ids to append to one block table of a slot, from index `first` on."""
-
-    slot: int
-    group: int
-    first: int
-    blocks: list[int]
+# A block to append to a block table: slot, group of layers, place in the table of both, block. Not a NamedTuple, which
+# takes several times as long to make. Plans hold them as rows of an integer array.
+NewBlock = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -49,9 +45,8 @@ class StepPlan:
     starts: np.ndarray  # int32 [rows]
     samples: np.ndarray  # bool [rows]
     admissions: list[SlotAdmission]
-    new_blocks: list[NewBlocks]
+    new_blocks: np.ndarray  # int32 [blocks, 4], rows of `NewBlock`
     total_tokens: int
-    max_seq_len: int  # upper bound of starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that need prompt log-probabilities
     pool_rows: list[int] = field(default_factory=list)  # rows whose hidden states are pooled
     # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
@@ -61,10 +56,18 @@ class StepPlan:
     restores: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     max_drafts: int = -1  # most draft tokens of a row; negative: computed from `num_drafts`
+    num_sampling: int = -1  # rows with `samples`; negative: counted
 
     def __post_init__(self) -> None:
         if self.max_drafts < 0:
             self.max_drafts = int(self.num_drafts.max(initial=0))
+        if self.num_sampling < 0:
+            self.num_sampling = int(self.samples.sum())
+
+    @property
+    def max_seq_len(self) -> int:
+        """Return an upper bound of starts + num_tokens."""
+        return int((self.starts + self.num_tokens).max(initial=0))
 
     @property
     def has_prompts(self) -> bool:

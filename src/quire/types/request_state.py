@@ -18,20 +18,17 @@ from quire.types.request_table import (
     CATCHING_UP,
     COMPUTED,
     DRAFTS,
-    ENDED,
+    EXTRA,
     FULL_AT,
     KNOWN,
     LAST_STEP,
     LIMIT,
     NO_DRAFTS,
     PAUSED,
-    PENDING,
     ROOM,
     SLOT,
-    TAKES_LOGPROBS,
     UNUSED_ROW,
-    VISITED,
-    WRITTEN,
+    VISIT_AT,
     RequestTable,
 )
 from quire.types.sampling_params import SamplingParams
@@ -119,10 +116,11 @@ class Request:
     def __post_init__(self) -> None:
         self.row = row = self.table.add(self)
         cells = self.table.cells
-        cells[KNOWN, row] = cells[WRITTEN, row] = len(self._tokens)
+        cells[KNOWN, row] = len(self._tokens)
+        cells[EXTRA, row] = len(self._tokens) - 1
         cells[LIMIT, row], cells[SLOT, row], cells[LAST_STEP, row] = self.limit, -1, -1
         cells[CATCHING_UP, row] = 1
-        cells[VISITED, row] = 0 if self.params.logprobs is None else TAKES_LOGPROBS
+        cells[VISIT_AT, row] = self.limit if self.params.logprobs is None else 0
 
     def held_blocks(self) -> Iterator[int]:
         """Iterate over the blocks that it holds, of all groups."""
@@ -147,15 +145,15 @@ class Request:
         return self.table.cells[KNOWN, self.row]
 
     def append(self, token: int) -> None:
-        """Append a sampled token."""
+        """Append a sampled token that is not pending any more."""
         self.tokens.append(token)
         cells, row = self.table.cells, self.row
-        cells[KNOWN, row] = cells[WRITTEN, row] = len(self._tokens)
+        cells[KNOWN, row] += 1
+        cells[EXTRA, row] += 1
 
     def flush(self) -> None:
         """Move the newest tokens from the table to the array."""
-        if tail := self.table.take_tail(self.row):
-            self._tokens.frombytes(tail)
+        self._tokens.frombytes(self.table.tail(self.row, len(self._tokens)))
 
     def retire(self) -> None:
         """Give up the row of an ended request, to which no step in flight refers. Its counts mean nothing then."""
@@ -172,16 +170,20 @@ class Request:
 
     @computed.setter
     def computed(self, value: int) -> None:
-        self.table.cells[COMPUTED, self.row] = value
+        cells, row = self.table.cells, self.row
+        cells[EXTRA, row] += cells[COMPUTED, row] - value
+        cells[COMPUTED, row] = value
 
     @property
     def pending(self) -> int:
         """Number of tokens that steps in flight will append, if every draft token is accepted."""
-        return self.table.cells[PENDING, self.row]
+        cells, row = self.table.cells, self.row
+        return cells[EXTRA, row] + 1 + cells[COMPUTED, row] - cells[KNOWN, row]
 
     @pending.setter
     def pending(self, value: int) -> None:
-        self.table.cells[PENDING, self.row] = value
+        cells, row = self.table.cells, self.row
+        cells[EXTRA, row] = cells[KNOWN, row] + value - cells[COMPUTED, row] - 1
 
     @property
     def slot(self) -> int:
@@ -257,6 +259,6 @@ class Request:
 
     def end(self) -> None:
         """Note that the request has ended. Its row stays until no step in flight refers to it."""
-        self.table.cells[VISITED, self.row] |= ENDED
+        self.table.cells[VISIT_AT, self.row] = 0
         if not self.pending:
             self.retire()

@@ -12,24 +12,23 @@ import numpy as np
 if TYPE_CHECKING:
     from quire.types.request_state import Request
 
-# The columns. `Request` describes them, except for WRITTEN: the number of tokens in the array of the request, whose
-# others are in its tail.
-KNOWN, COMPUTED, PENDING, LIMIT, ROOM, FULL_AT, SLOT, LAST_STEP, WRITTEN, PAUSED, CATCHING_UP, DRAFTS = range(
-    12
-)
+# The columns. `Request` describes them, except for EXTRA and VISIT_AT.
+KNOWN, COMPUTED, LIMIT, ROOM, FULL_AT = range(5)
+# The next four are 0 in rows that decode plainly, so that one look at all of them is enough.
+EXTRA = 5  # tokens that it wants besides one: known + pending - computed - 1; steady while it decodes
+PAUSED, CATCHING_UP, DRAFTS = 6, 7, 8
+DECODING_COLUMNS = 9  # those before are read for each row that decodes
+VISIT_AT = 9  # known tokens from which on a sampled token needs more than to be appended: its limit, or 0
+SLOT, LAST_STEP = 10, 11
 NO_DRAFTS = 12  # 1: its rows must not verify draft tokens
-VISITED = 13  # bits; not 0 if each sampled token needs more than to be appended
-NUM_COLUMNS = 14
-
-# Bits of VISITED.
-TAKES_LOGPROBS = 1
-ENDED = 2
+NUM_COLUMNS = 13
 
 UNUSED_ROW = 0  # the row of requests that have given up theirs; its contents mean nothing
-TAIL = 32  # tokens that are appended to the array of a request at once
+TAIL = 32  # most tokens of a request that are not in its array yet; a power of two
 
 # As arrays, because numpy takes longer to convert a Python number than to add it.
-_ONE, _LAST_PLACE = np.array(1), np.array(TAIL - 1)
+_ONE, _TAIL, _LAST_PLACE = np.array(1), np.array(TAIL), np.array(TAIL - 1)
+assert TAIL & (TAIL - 1) == 0, "a place in a tail is the low bits of a count"
 
 
 class RequestTable:
@@ -38,7 +37,7 @@ class RequestTable:
     Attributes:
         data: int64 [columns, rows], indexed by the constants of this module.
         cells: the same memory, for quick access to single numbers.
-        tails: int32 [rows, TAIL], the newest tokens of each request.
+        tails: int32 [rows, TAIL], the newest tokens of each request: token i is at place i modulo TAIL.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -51,7 +50,7 @@ class RequestTable:
         used = data.shape[1]
         self.data, self.tails = np.zeros((NUM_COLUMNS, rows), np.int64), np.zeros((rows, TAIL), np.int32)
         self.data[:, :used], self.tails[:used] = data, tails
-        self.cells = self.data.data
+        self.cells, self._tokens = self.data.data, self.tails.reshape(-1)
         self._owners += [None] * (rows - used)
         self._free += range(rows - 1, used - 1, -1)
 
@@ -78,20 +77,28 @@ class RequestTable:
         assert request is not None
         return request
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Append one token to each of the requests in `rows`, which are distinct."""
-        known = self.data[KNOWN][rows]
-        places = known - self.data[WRITTEN][rows]
-        self.tails[rows, places] = tokens
+    def append(self, rows: np.ndarray, known: np.ndarray, tokens: np.ndarray) -> None:
+        """Append one pending token to each of the requests in `rows`, which are distinct.
+
+        Args:
+            rows: int64 [requests].
+            known: the known tokens of each before, int64 [requests].
+            tokens: integers [requests].
+        """
+        places = known & _LAST_PLACE
+        self._tokens[rows * _TAIL + places] = tokens
         self.data[KNOWN][rows] = known + _ONE
         full = places == _LAST_PLACE
         if np.count_nonzero(full):
             for row in rows[full].tolist():
                 self.owner(row).flush()
 
-    def take_tail(self, row: int) -> bytes:
-        """Return the int32 tokens of a request behind those in its array, to which the caller appends them."""
-        cells = self.cells
-        count = cells[KNOWN, row] - cells[WRITTEN, row]
-        cells[WRITTEN, row] += count
-        return self.tails[row, :count].tobytes()
+    def tail(self, row: int, begin: int) -> bytes:
+        """Return the int32 tokens of a request from number `begin` on, which are all that are not in its array."""
+        count = self.cells[KNOWN, row] - begin
+        if not count:
+            return b""
+        first = begin & (
+            TAIL - 1
+        )  # tokens move to the array when the last place is filled, so none wraps around
+        return self.tails[row, first : first + count].tobytes()

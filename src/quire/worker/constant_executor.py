@@ -36,7 +36,7 @@ class ConstantExecutor:
         raise AssertionError("the steps of this executor have no draft tokens")
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
-        count = int(self._plans.pop(step).samples.sum())
+        count = self._plans.pop(step).num_sampling
         token = (self._first + step) % self._vocab_size
         return _InstantHandle(StepResult(step, np.full((count, 1), token, np.int32)))
 

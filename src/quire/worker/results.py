@@ -22,7 +22,8 @@ class StepOutput:
     """Results of one step, for all of its rows."""
 
     step: int
-    samples: np.ndarray  # bool [rows]: the rows whose tokens and log-probabilities are valid
+    # bool [rows]: the rows whose tokens and log-probabilities are valid; None: all of them
+    samples: np.ndarray | None
     # int32 [rows, 1 + most drafts], REJECTED behind the last token of a row; None until the step has sampled
     tokens: torch.Tensor | None
     logprobs: Arrays | None = None
@@ -41,7 +42,7 @@ class StepOutput:
     def to_result(self, host: list[torch.Tensor]) -> StepResult:
         """Build the result from host copies of the tensors that `tensors` returns."""
         arrays = iter(x.numpy() for x in host)
-        rows = slice(None) if self.samples.all() else self.samples
+        rows = slice(None) if self.samples is None else self.samples
         tokens = next(arrays)[rows]
         if self.logit_samples is not None:
             rows = self.logit_samples

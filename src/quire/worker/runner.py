@@ -96,8 +96,9 @@ class Runner:
         )
         step.masks = masks
         self._stages.run(step, StepStage.SAMPLE)
-        output = StepOutput(step_id, plan.samples, None, step.logprobs)
-        if plan.max_drafts:
+        samples = None if plan.num_sampling == step.rows else plan.samples
+        output = StepOutput(step_id, samples, None, step.logprobs)
+        if plan.max_drafts and samples is not None:
             output.logit_samples = plan.per_logit_row(plan.samples)
         for row in plan.score_rows:
             output.prompt_logprobs[row] = self._score(step, plan, row)
@@ -107,7 +108,7 @@ class Runner:
             output.pooled = self._pooler.pool(plan, step.hidden, self._staging)
         self._stages.run(step, StepStage.COMMIT)
         output.tokens = step.tokens
-        if plan.samples.any():
+        if plan.num_sampling:
             self._link.publish(lambda: self.batcher.on_device(step))
         return self._results.handle(output)
 

@@ -6,8 +6,37 @@ so its copy is done. On a CPU the arrays are used in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+_LEAST_WRITES = 16  # of a packet
+
+
+class WritePacket:
+    """Buffers for `size` writes into an int32 tensor: the places and the values, on the host and on the device.
+
+    Both are parts of one buffer, so sending them is one copy. All views of it are made once.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = torch.empty(size + size // 2, dtype=torch.int64, pin_memory=pinned)
+        self._device = torch.empty_like(self._host, device=device) if pinned else self._host
+        self._places = self._host.numpy()[:size]
+        self._values = self._host.numpy()[size:].view(np.int32)
+        self._device_places, self._device_values = self._device[:size], self._device[size:].view(torch.int32)
+
+    def write(self, target: torch.Tensor, places: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
+        """Set `target`[places] = values. The places are distinct, and at most as many as there is room for."""
+        count = sum(map(len, places))
+        np.concatenate(places, out=self._places[:count])
+        np.concatenate(values, out=self._values[:count], casting="same_kind")
+        # The room that is left repeats the last write.
+        self._places[count:], self._values[count:] = self._places[count - 1], self._values[count - 1]
+        self._device.copy_(self._host, non_blocking=True)
+        target.index_copy_(0, self._device_places, self._device_values)
 
 
 class Staging:
@@ -17,13 +46,33 @@ class Staging:
         self._device = device
         self._pinned = device.type == "cuda"
         self._ring = [torch.empty(0, dtype=torch.int64)] * (depth + 1)
+        self._packets: list[dict[int, WritePacket]] = [{} for _ in self._ring]  # by size
         self._entry = 0
         self._used = 0
+        self._has_written = False  # since `begin`
 
     def begin(self) -> None:
         """Start a step: take the next entry of the ring."""
         self._entry = (self._entry + 1) % len(self._ring)
         self._used = 0
+        self._has_written = False
+
+    def write(self, target: torch.Tensor, places: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
+        """Set entries of a tensor on the device, in one copy and one scatter. Called once in a step at most.
+
+        Args:
+            target: int32 [entries].
+            places: distinct places in it, in one or more arrays.
+            values: the integers to write there, likewise.
+        """
+        assert not self._has_written, "a second write would overwrite the first one before it is sent"
+        self._has_written = True
+        size, packets = _LEAST_WRITES, self._packets[self._entry]
+        while size < sum(map(len, places)):
+            size *= 2
+        if (packet := packets.get(size)) is None:
+            packet = packets[size] = WritePacket(size, self._device)
+        packet.write(target, places, values)
 
     def send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Copy the arrays to the device in one transfer and return them as int64 tensors."""

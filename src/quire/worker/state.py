@@ -52,6 +52,9 @@ class SlotState:
         self.block_tables = self.table_entries.view(slots, num_groups, max_blocks).unbind(1)
         self.tokens = tokens.view(slots, self.token_row)
         *self._scalars, self._table, self._tokens = np.cumsum((0, *sizes[:-1])).tolist()
+        self._strides = np.array(
+            (self.table_row, max_blocks, 1)
+        )  # of slots, groups and places in block tables
         self.shape = num_slots, max_len, max_blocks, num_groups
 
     def clear(self, dummy_block: int) -> None:
@@ -63,28 +66,22 @@ class SlotState:
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Write the new owners of slots and the new blocks of `plan` to the columns."""
-        if not (plan.admissions or plan.new_blocks):
+        if not (plan.admissions or len(plan.new_blocks)):
             return
         places: list[np.ndarray] = []
         values: list[np.ndarray] = []
 
         def write(begin: int, column: np.ndarray | list[int]) -> None:
             places.append(np.arange(begin, begin + len(column)))
-            values.append(np.asarray(column))
+            values.append(np.asarray(column, np.int64))
 
-        if plan.new_blocks:  # at most a few for each row, so arrays for each would take longer
-            begins = [
-                (self._table + slot * self.table_row + group * self.max_blocks + first, blocks)
-                for slot, group, first, blocks in plan.new_blocks
-            ]
-            new = [begin + i for begin, blocks in begins for i in range(len(blocks))]
-            places.append(np.array(new, np.int64))
-            values.append(np.array([block for _, blocks in begins for block in blocks], np.int64))
+        if len(plan.new_blocks):
+            places.append(plan.new_blocks[:, :3] @ self._strides + self._table)
+            values.append(plan.new_blocks[:, 3])
         for admit in plan.admissions:
             write(self._tokens + admit.slot * self.token_row, np.frombuffer(admit.tokens, np.int32))
             for group, blocks in enumerate(admit.blocks):
                 write(self._table + admit.slot * self.table_row + group * self.max_blocks, blocks)
             places.append(np.array(self._scalars) + admit.slot)
             values.append(np.array((len(admit.tokens), admit.prompt_len, admit.computed)))
-        index, value = staging.send(np.concatenate(places), np.concatenate(values))
-        self._memory.index_copy_(0, index, value.int())
+        staging.write(self._memory, places, values)

@@ -277,9 +277,8 @@ def run_step(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:
         starts=np.full(rows, before, np.int32),
         samples=np.ones(rows, np.bool_),
         admissions=[],
-        new_blocks=[],
+        new_blocks=np.empty((0, 4), np.int32),
         total_tokens=rows * per_row,
-        max_seq_len=before + per_row,
     )
     runner.forward(plan)
     runner.sample(0, None).wait()

@@ -21,7 +21,7 @@ import torch
 from quire.types import StepPlan
 from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
-from quire.worker.step.batch import DeviceStep
+from quire.worker.step.batch import DeviceStep, FirstEntries, SameObjects
 from quire.worker.step.kernel_batch import KernelBatcher
 from quire.worker.step.stage_functions import StageFunctions
 from quire.worker.step.step_shapes import GraphLimits, StandIns, StepShape, StepShapes
@@ -52,6 +52,7 @@ class CudaGraphs:
         # One buffer of logits for all sizes: one for each size would add up to gigabytes.
         most = (limits.max_logit_rows or limits.max_rows) if stages.has_head else 0
         self._logits = torch.empty(most, stages.model.spec.vocab_size, dtype=dtype, device=device)
+        self._first_logits = FirstEntries(self._logits)
         self._stream = torch.cuda.Stream(device)  # to capture on: nothing runs there
         self._first: torch.cuda.CUDAGraph | None = self._begin_pool()
 
@@ -60,6 +61,8 @@ class CudaGraphs:
         self._limits, self._max_graphs = limits, limits.max_graphs
         self._captured: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._stand_ins = StandIns()
+        self._source = SameObjects()  # the columns of the newest step
+        self._wanted: StepShape | None = None  # its shape
         self._for_idle = self.shapes.when_idle()[::-1]  # the most useful last
         self._may_capture = True  # False: memory was short, so steps run eagerly until the engine is idle
         self._dropped = False  # graphs were dropped for lack of memory; retry when the engine is idle
@@ -84,17 +87,18 @@ class CudaGraphs:
         if wanted is None:
             return self._batcher.open(plan, staging)
         shape = wanted
-        if wanted not in self._captured:
+        if (graph := self._captured.get(wanted)) is None:
             shape = self._stand_ins.choose(wanted, self._captured, self._has_room)
+            graph = self._captured.get(shape)
         step = self._batcher.open(plan, staging, shape)
-        if graph := self._captured.get(shape):
+        if graph is not None:
             graph.replay()
             if shape.prefix != wanted.prefix:
                 self._finish(replace(shape, prefix=wanted.prefix))
         else:
             self._run(shape)
             self._capture(shape)
-        step.done, step.logits = wanted.prefix.last, self._logits[: len(step.logit_rows.slots_host)]
+        step.done, step.logits = wanted.prefix.last, self._first_logits[len(step.logit_rows.slots_host)]
         return step
 
     @property
@@ -123,11 +127,17 @@ class CudaGraphs:
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
         prefix = self._stages.prefix(plan)
-        if prefix == NO_STAGES:
-            return None
+        # The steps of an unchanged batch have the same columns.
+        if self._source.come_again(plan.slots, plan.num_tokens, plan.num_drafts, plan.shared, prefix):
+            return self._wanted
         shares, drafts = plan.shared is not None, plan.max_drafts
         longest = 1 + drafts + plan.has_prompts
-        return self.shapes.fit(len(plan.slots), plan.total_tokens, prefix, shares, drafts, longest)
+        self._wanted = None
+        if prefix is not NO_STAGES:
+            self._wanted = self.shapes.fit(
+                len(plan.slots), plan.total_tokens, prefix, shares, drafts, longest
+            )
+        return self._wanted
 
     def _run(self, shape: StepShape) -> None:
         """Run the captured stages of `shape` with the current header."""

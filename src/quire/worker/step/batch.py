@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -24,6 +25,34 @@ from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step.step_shapes import StepShape
 from quire.worker.step.step_stages import StepStage
+
+
+class FirstEntries(dict[int, torch.Tensor]):
+    """Views of the first entries of a tensor, by their number. Each is made once: that takes longer than to look it up."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def __missing__(self, count: int) -> torch.Tensor:
+        view = self[count] = self.whole[:count]
+        return view
+
+
+class SameObjects:
+    """A memory of some objects, to recognise that the same ones come again. Only objects that are never modified fit."""
+
+    def __init__(self) -> None:
+        self._objects: tuple[object, ...] = ()
+
+    def come_again(self, *objects: object) -> bool:
+        """Return whether these are the objects of the last call."""
+        known, self._objects = self._objects, objects
+        return len(known) == len(objects) and all(map(is_, known, objects))
+
+    def forget(self) -> None:
+        """Recognise nothing in the next call."""
+        self._objects = ()
 
 
 @dataclass(frozen=True, slots=True)

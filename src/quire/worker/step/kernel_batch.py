@@ -13,7 +13,7 @@ from quire.sampling.columns import LogitRows
 from quire.speculation.drafter import DraftRows
 from quire.types import StepPlan
 from quire.worker.staging import Staging
-from quire.worker.step.batch import BatchParts, DeviceStep
+from quire.worker.step.batch import BatchParts, DeviceStep, FirstEntries, SameObjects
 from quire.worker.step.step_shapes import StepShape, most_logit_rows
 
 
@@ -115,7 +115,7 @@ class KernelBatcher:
         self._kernels, self.parts, self._state = kernels, parts, parts.state
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
-        self._source: tuple[object, ...] = ()  # that from which it was made
+        self._source = SameObjects()  # that from which it was made
         self._input_ids, self._positions = (buffer(max_tokens) for _ in range(2))
         self._kv_slots = buffer(len(parts.state.block_tables), max_tokens)
         self._slots = buffer(max_rows)
@@ -130,30 +130,41 @@ class KernelBatcher:
         self._ring = torch.zeros(
             turns, max_rows, 1 + max_drafts, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
+        self._turns = [FirstEntries(rows) for rows in self._ring]
+        self._first_slots = FirstEntries(self._slots)
+        self._first_logit_slots, self._first_lengths = (
+            FirstEntries(self._logit_slots),
+            FirstEntries(self._lengths),
+        )
 
     def open(self, plan: StepPlan, staging: Staging, shape: StepShape | None = None) -> DeviceStep:
         """Send the header of `plan`, padded to the rows of `shape` if there is one, and return the plan's step."""
         rows = len(plan.slots)
         # The steps of an unchanged batch share columns, which nobody modifies.
-        source = plan.slots, plan.num_tokens, plan.num_drafts, plan.samples, plan.shared, shape
-        if len(self._source) != len(source) or any(a is not b for a, b in zip(source, self._source)):
+        if not self._source.come_again(
+            plan.slots, plan.num_tokens, plan.num_drafts, plan.samples, plan.shared, shape
+        ):
             self._send(plan_header(plan), staging, *(shape.rows, shape.one_each) if shape else (rows, False))
-            self._source = source
-        self._turn_host = (self._turn_host + 1) % self._ring.shape[0]
-        step = DeviceStep(plan, rows, plan.max_drafts, self._slots[:rows])
+        self._turn_host = (self._turn_host + 1) % len(self._turns)
+        step = DeviceStep(plan, rows, plan.max_drafts, self._first_slots[rows])
         slots = plan.per_logit_row(plan.slots)
         step.logit_rows = self._logit_rows(slots, len(slots))
-        step.tokens = self._ring[self._turn_host, :rows, : 1 + plan.max_drafts]
+        step.tokens = self._newest(rows, plan.max_drafts)
         return step
+
+    def _newest(self, rows: int, drafts: int) -> torch.Tensor:
+        """Return the tokens of the newest step, in the ring."""
+        tokens = self._turns[self._turn_host][rows]
+        return tokens if tokens.shape[1] == 1 + drafts else tokens[:, : 1 + drafts]
 
     def padded(self, shape: StepShape) -> DeviceStep:
         """Return a step that serves every header of its shape, for capture: nothing in it depends on the host."""
-        step = DeviceStep(None, shape.rows, shape.drafts, self._slots[: shape.rows], shape=shape)
+        step = DeviceStep(None, shape.rows, shape.drafts, self._first_slots[shape.rows], shape=shape)
         step.logit_rows = self._logit_rows(_UNKNOWN, shape.logit_rows)
         return step
 
     def _logit_rows(self, slots_host: np.ndarray, count: int) -> LogitRows:
-        return LogitRows(slots_host, self._logit_slots[:count], self._lengths[:count])
+        return LogitRows(slots_host, self._first_logit_slots[count], self._first_lengths[count])
 
     def _send(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool) -> None:
         """Send the header of a step, unless the device already has it, as in most steps of steady decoding.
@@ -243,7 +254,8 @@ class KernelBatcher:
 
     def recover(self) -> None:
         self._turn.fill_(self._turn_host)
-        self._sent, self._source = b"", ()
+        self._sent = b""
+        self._source.forget()
 
     def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         state, rows, slots, drafts = self._state, step.rows, step.slots, step.max_drafts
@@ -256,7 +268,7 @@ class KernelBatcher:
             verifies = self._header[:rows, HeaderColumn.SAMPLES] > 1
             after = state.num_computed.index_select(0, slots)
             self.parts.states.accept(slots, verifies, after - before)
-        return self._ring[self._turn_host, :rows, : 1 + drafts]
+        return self._newest(rows, drafts)
 
 
 _UNKNOWN = np.empty(0, np.int32)  # slots that only the device knows

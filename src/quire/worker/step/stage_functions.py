@@ -10,7 +10,7 @@ from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
-from quire.worker.step.batch import Batcher, DeviceStep
+from quire.worker.step.batch import Batcher, DeviceStep, SameObjects
 from quire.worker.step.step_stages import FILTERED_TOKENS, LOGITS, NO_STAGES, TOKENS, Prefix, StepStage
 
 
@@ -36,6 +36,10 @@ class StageFunctions:
     ) -> None:
         self.model, self.batcher, self.sampler, self.has_head = model, batcher, sampler, has_head
         self._rule = rule
+        self._slots, self._sampled = (
+            SameObjects(),
+            TOKENS,
+        )  # of the newest step: its slots, and what they allow
         # Plain functions: bound ones would refer back to this object, and its model would outlive a closed engine.
         cls = StageFunctions
         self._functions: dict[StepStage, Callable[[StageFunctions, DeviceStep], None]] = {
@@ -51,20 +55,27 @@ class StageFunctions:
 
     def run(self, step: DeviceStep, last: StepStage) -> None:
         """Run the stages of `step` that have not run yet, up to `last`."""
+        if step.done >= last:
+            return
         for stage, function in self._functions.items():
             if step.done < stage <= last:
                 function(self, step)
-        step.done = max(step.done, last)
+        step.done = last
 
     def prefix(self, plan: StepPlan) -> Prefix:
         """Return the stages of `plan` that may be captured: those that need nothing from the host."""
+        if plan.admissions:  # otherwise the parameters of slots are those of the step before
+            self._slots.forget()
         if plan.keeps_hidden:  # prompts are scored and pooled between the stages
             return NO_STAGES
         if plan.total_tokens > len(plan.slots) and self._expands(plan):
             return NO_STAGES
-        if self.sampler.needs_host_work(plan.slots):
-            return LOGITS
-        return FILTERED_TOKENS if self.sampler.has_filters(plan.slots) else TOKENS
+        if not self._slots.come_again(plan.slots):
+            if self.sampler.needs_host_work(plan.slots):
+                self._sampled = LOGITS
+            else:
+                self._sampled = FILTERED_TOKENS if self.sampler.has_filters(plan.slots) else TOKENS
+        return self._sampled
 
     def _expands(self, plan: StepPlan) -> bool:
         """Return whether a row attends to expanded latents, whose number the back end takes from the host."""

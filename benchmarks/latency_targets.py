@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ from quire import EngineConfig
 from quire.bench.capacity import busy_seconds
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
+from quire.bench.learned_steps import LearnedSteps, UnevenSteps
 from quire.bench.load.arrivals import arrival_times
 from quire.bench.load.workloads import Workload, shifted, uniform
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
-from quire.bench.simulate import UnevenSteps, simulate
+from quire.bench.simulate import simulate
+from quire.bench.step_padding import padding_of
 from quire.core.prompt_budget import FixedBudget, LatencyBudget, PromptBudget
-from quire.core.step_time import StepLoad, StepTimeModel, load_of
+from quire.core.step_time import StepLoad, load_of
 from quire.types import EngineInfo, RequestTargets
 
 VOCAB = 30_000
@@ -147,25 +149,34 @@ def run_device(args: argparse.Namespace) -> None:
                 print(line_of(load, name, row), flush=True)
 
 
-def fitted(found: dict[str, Any]) -> StepTimeModel:
-    """Return the model of the steps in a file."""
-    model = StepTimeModel()
-    for *load, seconds in found["steps"]:
-        model.observe(StepLoad(*load), seconds)
-    return model
+def info_of(found: dict[str, Any]) -> EngineInfo:
+    """Return the engine of a file. Fields that `EngineInfo` had once do not count."""
+    names = {field.name for field in fields(EngineInfo)}
+    return EngineInfo(**{name: value for name, value in found["info"].items() if name in names})
+
+
+def learned_from(found: dict[str, Any]) -> LearnedSteps:
+    """Return the step times of a file."""
+    learned = LearnedSteps(padding_of(info_of(found)))
+    learned.observe((StepLoad(*load), seconds) for *load, seconds in found["steps"])
+    return learned
 
 
 def simulate_file(args: argparse.Namespace) -> None:
-    """Compare simulation and device."""
+    """Compare simulation and device. The loads follow one another on one engine, as they did on the device."""
     found = json.loads(args.file.read_text())
-    model, info = fitted(found), EngineInfo(**found["info"])
-    print(f"{len(found['steps'])} steps, median error of the fit {100 * (model.median_error or 0):.1f} %")
+    learned, info = learned_from(found), info_of(found)
+    steps = UnevenSteps(learned)
+    error = 100 * (learned.model.median_error or 0)
+    print(
+        f"{len(found['steps'])} steps, median error of the fit {error:.1f} %, {1e3 * learned.capture_s:.0f} ms per capture"
+    )
     for row in found["rows"]:
         if row["load"] != "arrivals":
             continue  # 256 streams decode in steps that were not learnt
         settings = SETTINGS[row["settings"]]
         config = EngineConfig(model="simulated", max_num_seqs=info.max_num_seqs, **settings)
-        run = simulate(config, info, UnevenSteps(model), *arrivals())
+        run = simulate(config, info, steps, *arrivals())
         print("device   ", line_of(row["load"], row["settings"], row))
         print("simulated", line_of(row["load"], row["settings"], row_of(run)))
 

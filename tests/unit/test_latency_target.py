@@ -18,7 +18,7 @@ from quire.bench.learned_steps import LearnedSteps, UnevenSteps
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
 from quire.bench.simulate import SimulatedClock, _engine, simulate
-from quire.bench.step_padding import GraphPadding, NoPadding
+from quire.bench.step_padding import NoPadding
 from quire.cli.plan import _targets
 from quire.config import EngineConfig
 from quire.core.prompt_budget import LatencyBudget
@@ -190,6 +190,33 @@ def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
     assert 64 < budget.tokens([10], streams, prompt, 0.0) <= 132, (
         "a second has room for more, but no such chunk has been timed"
     )
+
+
+def test_chunks_fill_steps_of_common_sizes() -> None:
+    budget = LatencyBudget(8192, RequestTargets(), sizes=(64, 128, 256, 512, 1024))
+    for rows, tokens, filling in (
+        (20, 500, 492),  # 520 tokens fill 512
+        (20, 492, 492),
+        (20, 700, 492),  # less than a third is left out
+        (20, 900, 900),  # more would be
+        (400, 115, 112),
+        (400, 300, 300),  # 512 leaves out two thirds
+        (20, 40, 40),  # below the smallest size
+        (20, 3000, 3000),  # beyond the largest one nothing is padded
+    ):
+        assert budget._filling(rows, tokens) == filling, (rows, tokens)
+    assert LatencyBudget(8192, RequestTargets())._filling(20, 500) == 500, "nothing is padded"
+
+
+def test_captures_do_not_shorten_chunks() -> None:
+    device, model = Device(), StepTimeModel()
+    for index in range(250):
+        load = StepLoad(8, 1.0, 300 + 7 * (index % 40), 100.0)
+        model.observe(load, device.predict(load) * (3.0 if index % 40 == 11 else 1.0))
+    tokens = model.prompt_tokens_within(StepLoad(8, 1.0, 0, 0.0), 20e-3, context=0.0)
+    assert tokens is not None
+    longest_s = device.predict(StepLoad(8, 1.0, round(tokens), 0.0))
+    assert 0.7 * 20e-3 < longest_s < 20e-3
 
 
 def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_due() -> None:

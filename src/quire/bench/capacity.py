@@ -7,7 +7,8 @@ trace in simulated time, faster and faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,11 +21,13 @@ from quire.bench.run import Run
 from quire.bench.simulate import simulate
 from quire.bench.step_padding import padding_of
 from quire.config import EngineConfig
+from quire.core.prompt_budget import FixedBudget
 from quire.core.step_time import load_of
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError
 
 _LEARNED_REQUESTS = 64  # of the load, to fit step times
+_CHUNK_REQUESTS = 16  # of the load, for each size of chunks
 _OPEN_SHARE = 0.7  # of the highest rate that was seen, for requests at random times
 _DOUBLINGS, _BISECTIONS = 24, 7
 _CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)  # tried for mixed_prefill_tokens
@@ -58,16 +61,14 @@ class Capacity:
 def learn_step_times(bench: Bench, work: Workload) -> LearnedSteps:
     """Run a part of the load at several levels of concurrency and then at random times, and fit the times of the steps.
 
-    Requests that begin together fill steps with prompts; those that come one by one add short chunks to decoding rows.
+    Requests that begin together fill steps with prompts; those that come one by one add short chunks to decoding rows. A
+    limit would cut prompts into shorter ones, so some requests run with each of several sizes.
 
     Raises:
         ConfigError: if the load has too few steps of some kind.
     """
-    learned, part, rate = (
-        LearnedSteps(padding_of(bench.info, bench.config.cuda_graphs)),
-        work[:_LEARNED_REQUESTS],
-        0.0,
-    )
+    learned = LearnedSteps(padding_of(bench.info, bench.config.cuda_graphs))
+    part, rate = work[:_LEARNED_REQUESTS], 0.0
     compiling = bench.run(shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0})
     learned.follow(map(load_of, compiling.steps))
     levels = [1 << level for level in range(bench.info.max_num_seqs.bit_length())]
@@ -80,6 +81,11 @@ def learn_step_times(bench: Bench, work: Workload) -> LearnedSteps:
         )
         _learn(learned, run)
         rate = max(rate, len(share) / run.duration_s)
+    for size in _CHUNKS:
+        if size < bench.info.max_num_batched_tokens:
+            few = shifted(part[:_CHUNK_REQUESTS], bench.info.vocab_size, 2 + len(levels) + size)
+            with fixed_chunks(bench, size):
+                _learn(learned, bench.run(few, {"temperature": 0.0}, max_concurrency=_CHUNK_REQUESTS // 2))
     times = arrival_times(len(part), _OPEN_SHARE * rate, 1.0, 0)
     _learn(
         learned, bench.run(shifted(part, bench.info.vocab_size, 2 + len(levels)), {"temperature": 0.0}, times)
@@ -89,6 +95,17 @@ def learn_step_times(bench: Bench, work: Workload) -> LearnedSteps:
             "the load is too short to learn step times from: give more requests or longer answers"
         )
     return learned
+
+
+@contextmanager
+def fixed_chunks(bench: Bench, size: int) -> Iterator[None]:
+    """Let steps that also decode have `size` prompt tokens, instead of as many as the engine's settings allow."""
+    scheduler = bench.client.engine.scheduler
+    usual, scheduler.prompts = scheduler.prompts, FixedBudget(size)
+    try:
+        yield
+    finally:
+        scheduler.prompts = usual
 
 
 def _learn(learned: LearnedSteps, run: Run) -> None:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from unit.test_latency_target import INFO
 
 from quire.bench.learned_steps import LearnedSteps, UnevenSteps
 from quire.bench.metrics import percentile
@@ -14,6 +13,7 @@ from quire.bench.simulate import simulate
 from quire.bench.step_padding import GraphPadding, NoPadding, padding_of
 from quire.config import EngineConfig
 from quire.core.step_time import StepLoad
+from unit.test_latency_target import INFO
 
 STEP = StepLoad(30, 30.0, 1000, 500.0)  # 1,030 tokens: 1,536 before it is captured, 1,152 afterwards
 CAPTURE_S = 50e-3
@@ -111,7 +111,9 @@ def test_a_burst_into_a_fresh_engine_decodes_evenly() -> None:
 
     found = {}
     for slowdown in (4.0, math.inf):
-        config = EngineConfig(model="m", max_num_seqs=128, max_num_batched_tokens=8192, mixed_prefill_tokens=8192)
+        config = EngineConfig(
+            model="m", max_num_seqs=128, max_num_batched_tokens=8192, mixed_prefill_tokens=8192
+        )
         config = replace(config, prefill_slowdown=slowdown, prefix_caching=False)
         run = simulate(config, info, Steps(), work, [0.0] * 128)
         gaps = [gap for one in run.completed for gap in one.itls_s]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from latency_targets import RATE, STREAMS, VOCAB, line_of, row_of
+from latency_targets import RATE, STREAMS, VOCAB, info_of, line_of, row_of
 
 from quire import EngineConfig
 from quire.bench.load.arrivals import arrival_times
@@ -30,62 +30,70 @@ from quire.bench.load.workloads import Workload, uniform
 from quire.bench.metrics import percentile
 from quire.bench.run import Run
 from quire.bench.simulate import simulate
+from quire.bench.step_padding import padding_of
 from quire.core.step_time import StepLoad
 from quire.types import EngineInfo
-from quire.worker.step.step_shapes import row_sizes, token_sizes
+from quire.worker.step.step_shapes import row_sizes
 
 RESULTS = Path(__file__).parent / "results"
 LOADS, PROMPTS = ("streams", "arrivals", "prompts"), 64
-SLOWDOWNS = (2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 10.0)
+SLOWDOWNS = (2.0, 3.0, 3.5, 4.0)
 TARGETS_MS = (10, 15, 20, 25, 30, 40, 60, 80, 120, 200)
 CHUNKS = (256, 512, 1024, 2048, 4096)
 TTFT_S, ITL_S = 2.0, 0.05  # of a good request: time to first token, and P99 of its inter-token latencies
 _PROMPT_SHARE = 0.6  # of the time of a trace, that its prompts take
-_PADDED = 2048  # tokens of the longest step that is captured with padding
 # Seconds of steps with prompts by tokens, read from the results: medians of steps without decoding rows. Those of up to
 # 256 tokens are of steps of the same number of tokens in h200-host-time.json and h200-growth-8b.json.
 _PROMPT_S = {
     8: 4.3e-3, 32: 4.9e-3, 64: 5.3e-3, 128: 6.4e-3, 256: 8.5e-3, 512: 12.4e-3, 1024: 22.4e-3, 1536: 32.4e-3,
     2048: 42.3e-3, 4096: 87.9e-3, 8192: 178e-3,
 }  # fmt: skip
-_ENTRY_S, _PROMPT_ENTRY_S = 27e-6, 1.5e-6  # per thousand entries that a decoding row and that a prompt reads
+# Per thousand entries that a decoding row reads, without prompts and with them, and that a prompt reads.
+_ENTRY_S, _MIXED_ENTRY_S, _PROMPT_ENTRY_S = 27e-6, 45e-6, 1.5e-6
+_CAPTURE_S = 53e-3  # for which a capture keeps the host busy
 
 
 class MeasuredSteps:
     """The step times of the 8B shape on an H200, with the variation of the steps of a file.
 
     Args:
-        steps: rows, context, prompt tokens, prompt context and seconds of measured steps.
+        steps: rows, context, prompt tokens, prompt context and seconds of measured steps, in their order.
+        info: the engine.
         seed: of the choice of variations.
     """
 
-    def __init__(self, steps: Sequence[Sequence[float]], seed: int = 0) -> None:
+    def __init__(self, steps: Sequence[Sequence[float]], info: EngineInfo, seed: int = 0) -> None:
         points = json.loads((RESULTS / "h200-growth-8b.json").read_text())["points"]
         decode = sorted((p["batch_size"], p["time_s"]) for p in points if p["curve"] == "batch")
         self._rows, self._rows_s = zip(*(point for point in decode if point[0] != 2))  # an outlier
-        self._row_sizes, self._token_sizes = row_sizes(1024), token_sizes(_PADDED)
+        self._row_sizes = row_sizes(info.max_num_seqs)
         self._choose = random.Random(seed)
         self._ratios: dict[bool, list[float]] = {False: [], True: []}
+        self._padding, self._run = padding_of(info), StepLoad(0, 0.0, 0, 0.0)
         for *load, seconds in steps:
-            one = StepLoad(*load)  # type: ignore[arg-type]
-            ratio = seconds / self.typical_s(one)
-            if 0.75 < ratio < 1.5:  # others compiled, or share their time with a neighbour under overlap
-                self._ratios[one.prompt_tokens > 0].append(ratio)
+            run, captures = self._padding.run(StepLoad(*load))  # type: ignore[arg-type]
+            ratio = seconds / self.typical_s(run)
+            if (
+                not captures and 0.8 < ratio < 1.3
+            ):  # others compiled, or share their time with a neighbour under overlap
+                self._ratios[run.prompt_tokens > 0].append(ratio)
+        self._padding = padding_of(info)
 
-    def typical_s(self, load: StepLoad) -> float:
-        """Return the time of a step without variation."""
-        if not load.prompt_tokens:
-            rows = self._row_sizes[bisect_left(self._row_sizes, load.rows)]
-            base, read = np.interp(rows, self._rows, self._rows_s), load.context - 0.128 * load.rows
+    def typical_s(self, run: StepLoad) -> float:
+        """Return the time of a padded step without variation."""
+        if not run.prompt_tokens:
+            rows = self._row_sizes[bisect_left(self._row_sizes, run.rows)]
+            base, read = np.interp(rows, self._rows, self._rows_s), run.context - 0.128 * run.rows
             return float(base) + max(0.0, read) * _ENTRY_S
-        tokens = load.rows + load.prompt_tokens
-        if tokens <= _PADDED:
-            tokens = self._token_sizes[bisect_left(self._token_sizes, tokens)]
-        base = np.interp(tokens, list(_PROMPT_S), list(_PROMPT_S.values()))
-        return float(base) + load.context * _ENTRY_S + load.prompt_context * _PROMPT_ENTRY_S
+        base = np.interp(run.rows + run.prompt_tokens, list(_PROMPT_S), list(_PROMPT_S.values()))
+        return float(base) + run.context * _MIXED_ENTRY_S + run.prompt_context * _PROMPT_ENTRY_S
+
+    def launch_s(self, load: StepLoad) -> float:
+        self._run, captures = self._padding.run(load)
+        return captures * _CAPTURE_S
 
     def predict(self, load: StepLoad) -> float:
-        return self.typical_s(load) * self._choose.choice(self._ratios[load.prompt_tokens > 0])
+        return self.typical_s(self._run) * self._choose.choice(self._ratios[self._run.prompt_tokens > 0])
 
 
 class Simulation:
@@ -93,14 +101,14 @@ class Simulation:
 
     def __init__(self) -> None:
         found = json.loads((RESULTS / "h200-latency-targets.json").read_text())
-        self._info, self._steps = EngineInfo(**found["info"]), found["steps"]
+        self._info, self._steps = info_of(found), found["steps"]
 
     def run(
         self, settings: dict[str, Any], work: Workload, times: list[float], concurrency: int | None = None
     ) -> Run:
         """Serve a load under engine settings."""
         config = EngineConfig(model="simulated", max_num_seqs=self._info.max_num_seqs, **settings)
-        return simulate(config, self._info, MeasuredSteps(self._steps), work, times, concurrency)
+        return simulate(config, self._info, MeasuredSteps(self._steps, self._info), work, times, concurrency)
 
     def load(self, load: str, settings: dict[str, Any]) -> Run:
         """Serve one of `LOADS`."""
@@ -152,7 +160,7 @@ def trace_settings() -> dict[str, dict[str, Any]]:
     """Return the settings that are compared on traces, by name."""
     chunks = {f"chunks of {size}": {"mixed_prefill_tokens": size} for size in CHUNKS}
     targets = {f"target_itl {ms}": {"target_itl": float(ms)} for ms in (25, 40, 50)}
-    return {"no limit": {}, **chunks, "prefill_slowdown 3.5": {"prefill_slowdown": 3.5}, **targets}
+    return {"no limit": {}, **chunks, "prefill_slowdown 4": {"prefill_slowdown": 4.0}, **targets}
 
 
 def serve_loads(part: str, key: str, values: Sequence[float], results: ResultFile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from quire.rank import Rank
 from quire.ranks.group import Peers, start_peers
 from quire.ranks.messages import encode_phase
 from quire.ranks.timeline import PhaseSpans, Spans, relative_spans
-from quire.types import EngineInfo, QuireError
+from quire.types import COMMON_STEP_TOKENS, EngineInfo, QuireError
 from quire.wiring import Connect, connect_exporter, connect_prefills, connect_tiers, wire_engine
 from quire.worker.executor import LocalExecutor
 
@@ -157,6 +158,7 @@ def _build(
         num_snapshots=size.num_snapshots,
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
+        step_sizes=_step_sizes(rank),
         drafts=config.spec_tokens or 0,
         connect=_connect(rank, group, rows, prefills),
         secret=secret,
@@ -169,6 +171,12 @@ def _build(
     for number, line in enumerate(info.start_up_of_ranks()):
         log.info("start-up of rank %d (begin+duration): %s", number, line)
     return engine, info
+
+
+def _step_sizes(rank: Rank) -> Sequence[int]:
+    """Return the tokens of steps with prompts that need no padding, if others are padded."""
+    captures = rank.device.type == "cuda" and rank.config.cuda_graphs and rank.backend.capturable
+    return COMMON_STEP_TOKENS if captures else ()
 
 
 def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> Connect | None:

@@ -56,6 +56,7 @@ def wire_engine(
     has_states: bool = False,
     num_snapshots: int = 0,
     shares_prefix: bool = False,
+    step_sizes: Sequence[int] = (),
     drafts: int = 0,
     connect: Connect | None = None,
     secret: bytes | None = None,
@@ -77,6 +78,7 @@ def wire_engine(
         connect: makes the connector, for an engine that caches prefixes; None: blocks stay on the device.
         log: gets a record of every step; None makes one.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
+        step_sizes: tokens of steps that need no padding, ascending, if others are padded.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     evictor = FIFO if config.eviction == "fifo" else LRU
@@ -101,7 +103,7 @@ def wire_engine(
     connector = None
     if connect is not None and isinstance(cache, HashPrefixCache):
         connector = connect(blocks, cache, log.totals)
-    depths, prompts = _draft_depth(config, drafts), _prompt_budget(config, limits)
+    depths, prompts = _draft_depth(config, drafts), prompt_budget(config, limits, step_sizes)
     scheduler = Scheduler(blocks, _policy(config), limits, log, shared, depths, prompts, connector)
     return Engine(scheduler, executor, grammar, queue_depth(config), log, config.check_invariants, journal)
 
@@ -129,11 +131,14 @@ def _limits(config: EngineConfig, max_model_len: int, block_size: int, drafts: i
     )
 
 
-def _prompt_budget(config: EngineConfig, limits: SchedulerLimits) -> PromptBudget:
+def prompt_budget(
+    config: EngineConfig, limits: SchedulerLimits, step_sizes: Sequence[int] = ()
+) -> PromptBudget:
+    """Return what chooses the prompt tokens of steps that also decode, from the latency settings of an engine."""
     if not config.learns_step_times:
         return FixedBudget(limits.mixed_prefill_tokens)
     most = limits.mixed_prefill_tokens if config.target_itl is None else limits.max_num_batched_tokens
-    return LatencyBudget(most, limits.targets, config.prefill_slowdown or math.inf)
+    return LatencyBudget(most, limits.targets, config.prefill_slowdown or math.inf, step_sizes)
 
 
 def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:

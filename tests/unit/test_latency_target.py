@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from quire.bench.capacity import CapacityPlanner, LatencyTargets, busy_seconds, engines_for
+from quire.bench.learned_steps import LearnedSteps, UnevenSteps
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
-from quire.bench.simulate import SimulatedClock, UnevenSteps, _engine, simulate
+from quire.bench.simulate import SimulatedClock, _engine, simulate
+from quire.bench.step_padding import NoPadding
 from quire.cli.plan import _targets
 from quire.config import EngineConfig
 from quire.core.prompt_budget import LatencyBudget
@@ -39,6 +41,9 @@ class Device:
 
     def __init__(self, noise: float = 0.02, seed: int = 0) -> None:
         self._r, self._noise = random.Random(seed), noise
+
+    def launch_s(self, load: StepLoad) -> float:
+        return 0.0
 
     def predict(self, load: StepLoad) -> float:
         exact = 2e-3 + 2e-5 * load.rows + 1e-5 * load.context
@@ -186,9 +191,36 @@ def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
         tokens = 64 + step % 3
         rows = RecordedRows.of([("a", 9, 1), ("b", 0, tokens)])
         budget.end_step(StepRecord(step, 0.0, rows, [], [], 2, 0, None, 9, prompt_tokens=tokens, took_s=1e-3))
-    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0.0) <= 99, (
+    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0.0) <= 132, (
         "a second has room for more, but no such chunk has been timed"
     )
+
+
+def test_chunks_fill_steps_of_common_sizes() -> None:
+    budget = LatencyBudget(8192, RequestTargets(), sizes=(64, 128, 256, 512, 1024))
+    for rows, tokens, filling in (
+        (20, 500, 492),  # 520 tokens fill 512
+        (20, 492, 492),
+        (20, 700, 492),  # less than a third is left out
+        (20, 900, 900),  # more would be
+        (400, 115, 112),
+        (400, 300, 300),  # 512 leaves out two thirds
+        (20, 40, 40),  # below the smallest size
+        (20, 3000, 3000),  # beyond the largest one nothing is padded
+    ):
+        assert budget._filling(rows, tokens) == filling, (rows, tokens)
+    assert LatencyBudget(8192, RequestTargets())._filling(20, 500) == 500, "nothing is padded"
+
+
+def test_captures_do_not_shorten_chunks() -> None:
+    device, model = Device(), StepTimeModel()
+    for index in range(250):
+        load = StepLoad(8, 1.0, 300 + 7 * (index % 40), 100.0)
+        model.observe(load, device.predict(load) * (3.0 if index % 40 == 11 else 1.0))
+    tokens = model.prompt_tokens_within(StepLoad(8, 1.0, 0, 0.0), 20e-3, context=0.0)
+    assert tokens is not None
+    longest_s = device.predict(StepLoad(8, 1.0, round(tokens), 0.0))
+    assert 0.7 * 20e-3 < longest_s < 20e-3
 
 
 def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_due() -> None:
@@ -320,7 +352,7 @@ def planner(**targets: float) -> CapacityPlanner:
     bench = SimpleNamespace(
         info=INFO, config=EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=2048)
     )
-    return CapacityPlanner(bench, Device(), work, times, LatencyTargets(**targets))  # type: ignore[arg-type]
+    return CapacityPlanner(bench, LearnedSteps(NoPadding(), Device()), work, times, LatencyTargets(**targets))  # type: ignore[arg-type]
 
 
 def test_the_capacity_is_the_rate_at_which_a_target_is_just_met() -> None:
@@ -362,15 +394,21 @@ def test_the_host_time_between_steps_is_learnt() -> None:
     assert busy_seconds(idle) == pytest.approx([0.5, 0.5])
 
 
+def drawn_s(steps: UnevenSteps, load: StepLoad) -> float | None:
+    """Return the seconds of the next step."""
+    steps.launch_s(load)
+    return steps.predict(load)
+
+
 def test_simulated_steps_vary_as_the_steps_that_were_seen() -> None:
     model, r = StepTimeModel(), random.Random(1)
     for index in range(200):
         model.observe(StepLoad(8, 1.0, 0, 0.0), 2e-3 * (1.5 if index % 10 == 0 else 1.0) + 1e-6 * r.random())
-    steps = UnevenSteps(model)
-    drawn = [steps.predict(StepLoad(8, 1.0, 0, 0.0)) for _ in range(500)]
+    steps = UnevenSteps(LearnedSteps(NoPadding(), model))
+    drawn = [drawn_s(steps, StepLoad(8, 1.0, 0, 0.0)) for _ in range(500)]
     assert percentile(drawn, 99) == pytest.approx(3e-3, rel=0.02)  # type: ignore[arg-type]
     assert sum(drawn) / 500 == pytest.approx(2.1e-3, rel=0.02)  # type: ignore[arg-type]
-    assert steps.predict(StepLoad(8, 1.0, 500, 0.0)) is None
+    assert drawn_s(steps, StepLoad(8, 1.0, 500, 0.0)) is None
 
 
 def test_simulated_steps_take_as_long_as_steps_of_that_size_did() -> None:
@@ -380,10 +418,10 @@ def test_simulated_steps_take_as_long_as_steps_of_that_size_did() -> None:
         tokens = list(took_s)[index % 5]
         stall = 2.0 if index % 61 == 7 else 1.0  # another step captured its graph
         model.observe(StepLoad(8, 1.0, tokens, tokens / 2), took_s[tokens] * stall * r.uniform(0.99, 1.01))
-    steps, off = UnevenSteps(model), []
+    steps, off = UnevenSteps(LearnedSteps(NoPadding(), model)), []
     for tokens, seconds in took_s.items():
         load = StepLoad(8, 1.0, tokens, tokens / 2)
-        drawn = [steps.predict(load) for _ in range(200)]
+        drawn = [drawn_s(steps, load) for _ in range(200)]
         assert sum(drawn) / 200 == pytest.approx(seconds, rel=0.05)  # type: ignore[arg-type]
         off.append(abs(model.predict(load) / seconds - 1))  # type: ignore[operator]
     assert max(off) > 0.15, "one line does not fit all sizes"

@@ -7,22 +7,27 @@ trace in simulated time, faster and faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.bench.drive import Bench
+from quire.bench.learned_steps import LearnedSteps, UnevenSteps
 from quire.bench.load.arrivals import arrival_times
 from quire.bench.load.workloads import Workload, shifted
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
-from quire.bench.simulate import UnevenSteps, simulate
+from quire.bench.simulate import simulate
+from quire.bench.step_padding import padding_of
 from quire.config import EngineConfig
-from quire.core.step_time import StepTimeModel, load_of
+from quire.core.prompt_budget import FixedBudget
+from quire.core.step_time import load_of
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError
 
 _LEARNED_REQUESTS = 64  # of the load, to fit step times
+_CHUNK_REQUESTS = 16  # of the load, for each size of chunks
 _OPEN_SHARE = 0.7  # of the highest rate that was seen, for requests at random times
 _DOUBLINGS, _BISECTIONS = 24, 7
 _CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)  # tried for mixed_prefill_tokens
@@ -53,18 +58,19 @@ class Capacity:
         return asdict(self)
 
 
-def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
+def learn_step_times(bench: Bench, work: Workload) -> LearnedSteps:
     """Run a part of the load at several levels of concurrency and then at random times, and fit the times of the steps.
 
-    Requests that begin together fill steps with prompts; those that come one by one add short chunks to decoding rows.
+    Requests that begin together fill steps with prompts; those that come one by one add short chunks to decoding rows. A
+    limit would cut prompts into shorter ones, so some requests run with each of several sizes.
 
     Raises:
         ConfigError: if the load has too few steps of some kind.
     """
-    model, part, rate = StepTimeModel(), work[:_LEARNED_REQUESTS], 0.0
-    bench.run(
-        shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0}
-    )  # compiles what is not compiled
+    learned = LearnedSteps(padding_of(bench.info, bench.config.cuda_graphs))
+    part, rate = work[:_LEARNED_REQUESTS], 0.0
+    compiling = bench.run(shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0})
+    learned.follow(map(load_of, compiling.steps))
     levels = [1 << level for level in range(bench.info.max_num_seqs.bit_length())]
     for round_, concurrency in enumerate(levels):
         share = part[: max(4, 2 * concurrency)]
@@ -73,22 +79,37 @@ def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
             {"temperature": 0.0},
             max_concurrency=concurrency,
         )
-        _learn(model, run)
+        _learn(learned, run)
         rate = max(rate, len(share) / run.duration_s)
+    for size in _CHUNKS:
+        if size < bench.info.max_num_batched_tokens:
+            few = shifted(part[:_CHUNK_REQUESTS], bench.info.vocab_size, 2 + len(levels) + size)
+            with fixed_chunks(bench, size):
+                _learn(learned, bench.run(few, {"temperature": 0.0}, max_concurrency=_CHUNK_REQUESTS // 2))
     times = arrival_times(len(part), _OPEN_SHARE * rate, 1.0, 0)
     _learn(
-        model, bench.run(shifted(part, bench.info.vocab_size, 2 + len(levels)), {"temperature": 0.0}, times)
+        learned, bench.run(shifted(part, bench.info.vocab_size, 2 + len(levels)), {"temperature": 0.0}, times)
     )
-    if not model.is_ready:
+    if not learned.model.is_ready:
         raise ConfigError(
             "the load is too short to learn step times from: give more requests or longer answers"
         )
-    return model
+    return learned
 
 
-def _learn(model: StepTimeModel, run: Run) -> None:
-    for record, seconds in zip(run.steps, busy_seconds(run.steps)):
-        model.observe(load_of(record), seconds)
+@contextmanager
+def fixed_chunks(bench: Bench, size: int) -> Iterator[None]:
+    """Let steps that also decode have `size` prompt tokens, instead of as many as the engine's settings allow."""
+    scheduler = bench.client.engine.scheduler
+    usual, scheduler.prompts = scheduler.prompts, FixedBudget(size)
+    try:
+        yield
+    finally:
+        scheduler.prompts = usual
+
+
+def _learn(learned: LearnedSteps, run: Run) -> None:
+    learned.observe(zip(map(load_of, run.steps), busy_seconds(run.steps)))
 
 
 def busy_seconds(steps: Sequence[StepRecord]) -> list[float]:
@@ -117,7 +138,7 @@ class CapacityPlanner:
     """A search for the highest rate, over one engine's sizes and step times."""
 
     bench: Bench
-    model: StepTimeModel
+    learned: LearnedSteps
     work: Workload
     arrivals_s: Sequence[float]  # as recorded
     targets: LatencyTargets
@@ -125,7 +146,7 @@ class CapacityPlanner:
     def run_at(self, config: EngineConfig, speed: float) -> Run:
         """Simulate the load at `speed` times its recorded rate."""
         times = [at / speed for at in self.arrivals_s]
-        return simulate(config, self.bench.info, UnevenSteps(self.model), self.work, times)
+        return simulate(config, self.bench.info, UnevenSteps(self.learned), self.work, times)
 
     @property
     def recorded_rate(self) -> float:

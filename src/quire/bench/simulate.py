@@ -7,7 +7,6 @@ the device: tokens are artificial, so answers have the lengths of the load.
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,9 +18,10 @@ from quire.bench.run import Run, ServedRequest
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
-from quire.core.step_time import StepLoad, StepTimeModel
+from quire.core.step_time import StepLoad
 from quire.core.steplog import StepLog
 from quire.types import (
+    COMMON_STEP_TOKENS,
     EngineInfo,
     EngineRequest,
     KVGroup,
@@ -37,25 +37,15 @@ _TOKEN = 7
 
 
 class TimedSteps(Protocol):
-    """The seconds that a step takes; None if such steps are unknown."""
+    """The times of successive steps."""
 
-    def predict(self, load: StepLoad) -> float | None: ...
-
-
-class UnevenSteps:
-    """Predicted step times that vary as much as the steps did from which they were learnt.
-
-    Args:
-        model: the predictions.
-        seed: of the choice among the steps that were seen.
-    """
-
-    def __init__(self, model: StepTimeModel, seed: int = 0) -> None:
-        self._model, self._choose = model, random.Random(seed)
+    def launch_s(self, load: StepLoad) -> float:
+        """Return the seconds for which the launch of the next step delays the host, beyond the time of usual launches."""
+        ...
 
     def predict(self, load: StepLoad) -> float | None:
-        predicted = self._model.predict(load)
-        return None if predicted is None else predicted * self._choose.choice(self._model.ratios(load))
+        """Return the seconds that the device takes for it; None if such steps are unknown. Called after `launch_s`."""
+        ...
 
 
 class SimulatedClock:
@@ -89,9 +79,11 @@ class SimulatedExecutor:
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         plan = self._plans.pop(step)
-        predicted = self._model.predict(load_of_plan(plan))
+        load = load_of_plan(plan)
+        launch_s, predicted = self._model.launch_s(load), self._model.predict(load)
         assert predicted is not None, "the model has not seen such steps"
         self._busy_until_s = max(self._busy_until_s, self._clock.now_s) + predicted
+        self._clock.now_s += launch_s
         result = StepResult(step, np.full((int(plan.samples.sum()), 1), _TOKEN, np.int32))
         return _SimulatedHandle(result, self._busy_until_s, self._clock)
 
@@ -184,5 +176,6 @@ def _engine(config: EngineConfig, info: EngineInfo, model: TimedSteps, clock: Si
         executor=SimulatedExecutor(model, clock),
         grammar=NoGrammar("a model, and this is a simulation"),
         groups=[KVGroup((), window) for _, window in info.kv_groups],
+        step_sizes=COMMON_STEP_TOKENS if info.device.startswith("cuda") and config.cuda_graphs else (),
         log=StepLog(now=clock),
     )

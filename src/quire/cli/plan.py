@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     with Bench(config, Machine("not measured", 1.0, 1.0)) as bench:
         work, arrivals = _load(args, bench)
         print(f"Learning step times from {min(len(work), 64)} requests ...", flush=True)
-        model = learn_step_times(bench, work)
-        planner = CapacityPlanner(bench, model, work, arrivals, targets)
-        print(f"Median error of predicted step times: {100 * (model.median_error or 0):.1f} %")
+        learned = learn_step_times(bench, work)
+        planner = CapacityPlanner(bench, learned, work, arrivals, targets)
+        print(f"Median error of predicted step times: {100 * (learned.model.median_error or 0):.1f} %")
         print(f"{'settings':<34}{'req/s':>9}{'out tok/s':>11}{'TTFT ms':>10}{'ITL ms':>9}{'engines':>9}")
         best = None
         for settings in planner.alternatives():

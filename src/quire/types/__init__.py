@@ -49,6 +49,7 @@ from quire.types.kv import (
     StateTensor,
 )
 from quire.types.plan import (
+    COMMON_STEP_TOKENS,
     NO_TOKEN,
     NOT_FINITE,
     REJECTED,
@@ -101,6 +102,7 @@ _LATE = {
 
 __all__ = [
     "CODE_DTYPES",
+    "COMMON_STEP_TOKENS",
     "DTYPE_BYTES",
     "FLOAT_RANGES",
     "INT_RANGES",

@@ -128,6 +128,10 @@ class LogprobArrays:
         return [self.at(index, top) for index in range(first, first + count)]
 
 
+# Tokens of the steps with prompts that a GPU captures before the first request. Such a step needs no padding.
+COMMON_STEP_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
 def max_logit_rows(max_num_seqs: int, drafts: int) -> int:
     """Return the most rows of logits of a step, in which up to `max_num_seqs` rows have up to `drafts` draft tokens.
 

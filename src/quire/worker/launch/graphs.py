@@ -29,8 +29,6 @@ from quire.worker.step.step_stages import LOGITS, NO_STAGES
 
 log = logging.getLogger("quire")
 
-MAX_GRAPHS = 512  # of one runner
-
 
 class CudaGraphs:
     """Launcher that replays captured steps.

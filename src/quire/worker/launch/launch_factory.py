@@ -8,17 +8,15 @@ from typing import Protocol
 from quire.kernels.cpu.ops import CpuKernels
 from quire.types import max_logit_rows
 from quire.worker.launch.cpu_replay import CpuReplay
-from quire.worker.launch.graphs import MAX_GRAPHS, CudaGraphs
+from quire.worker.launch.graphs import CudaGraphs
 from quire.worker.launch.launcher import Eager, Launcher, Threads
 from quire.worker.memory.sizing import MemoryPlanner, gpu_memory
 from quire.worker.step.batch import Batcher, BatchParts
 from quire.worker.step.kernel_batch import KernelBatcher
 from quire.worker.step.stage_functions import StageFunctions
-from quire.worker.step.step_shapes import GraphLimits
+from quire.worker.step.step_shapes import FULL_TOKENS, MAX_GRAPHS, GraphLimits
 from quire.worker.step.torch_batch import TorchBatcher
 
-_PADDED_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured with padding
-_FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes less time than running it
 _GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
 
 
@@ -96,7 +94,7 @@ class GpuLaunch:
     def reserve(self, largest_step: int, tokens: int) -> int:
         if not self.captures:
             return 0
-        longest = min(self.memory.limits.max_num_batched_tokens, _FULL_GRAPH_TOKENS)
+        longest = min(self.memory.limits.max_num_batched_tokens, FULL_TOKENS)
         logits = self._max_logit_rows * self.memory.spec.vocab_size * self.memory.dtype.itemsize
         self._shared_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
         return self._shared_bytes + logits + self._max_graphs * self._bytes_per_graph
@@ -115,11 +113,10 @@ class GpuLaunch:
         return _GRAPH_BYTES_PER_LAYER * self.memory.spec.num_layers
 
     def _graph_limits(self) -> GraphLimits:
-        budget = self.memory.limits.max_num_batched_tokens
-        return GraphLimits(
-            max_rows=self.memory.limits.max_num_seqs,
-            max_tokens=min(budget, _PADDED_GRAPH_TOKENS),
-            full_tokens=budget if budget <= _FULL_GRAPH_TOKENS else 0,
+        limits = self.memory.limits
+        return GraphLimits.of_sizes(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
             shared_bytes=self._shared_bytes,
             max_graphs=self._max_graphs,
             drafts=self.drafts,

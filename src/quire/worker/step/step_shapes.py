@@ -12,15 +12,22 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from quire.types import COMMON_STEP_TOKENS
 from quire.worker.step.step_stages import FILTERED_TOKENS, LOGITS, TOKENS, Prefix
 
+MAX_GRAPHS = 512  # of one runner
+FULL_TOKENS = (
+    8192  # the longest step that is captured without padding: launching it takes less time than running it
+)
+_PADDED_TOKENS = 2048  # the longest step with prompts that is captured with padding
 _BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps (12 to 25 ms)
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
 _TAIL = 0.1  # of a step: cost of sampling operation by operation after a graph that ends with the logits
 
 _STAND_IN_ROWS = (32, 256, 1024)
-_STAND_IN_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIDDLE_ROWS, _MIDDLE_TOKENS = 64, 256  # short steps of so many rows: their next stand-in has 384 tokens
 _STAND_IN_DECODE_ROWS = (1, 4, 16, 64, 256, 1024)
 _SHARING_ROWS = (16, 64, 128, 256, 512, 1024)
 _START_DRAFT_ROWS = 64  # steps with draft tokens for up to so many rows are captured before the first request
@@ -39,6 +46,16 @@ class GraphLimits:
     drafts: int = 0  # most draft tokens of a row
     max_logit_rows: int = 0  # of a step; 0: `max_rows`
     at_start: bool = True  # capture common shapes before the first request
+
+    @classmethod
+    def of_sizes(cls, max_rows: int, step_tokens: int, **others: Any) -> GraphLimits:
+        """Return the limits of an engine whose steps have up to `step_tokens` tokens."""
+        return cls(
+            max_rows=max_rows,
+            max_tokens=min(step_tokens, _PADDED_TOKENS),
+            full_tokens=step_tokens if step_tokens <= FULL_TOKENS else 0,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +177,16 @@ class StepShapes:
         logits = [StepShape(rows, rows, LOGITS) for rows in self._clipped(_STAND_IN_DECODE_ROWS)]
         sharing = [StepShape(rows, rows, TOKENS, True) for rows in self._clipped(_SHARING_ROWS)]
         longest = self.token_sizes[-1]
-        tokens = dict.fromkeys(min(size, longest) for size in _STAND_IN_TOKENS)
+        tokens = dict.fromkeys(min(size, longest) for size in COMMON_STEP_TOKENS)
         mixed = [
             StepShape(rows, count, LOGITS)
             for rows in self._clipped(_STAND_IN_ROWS)
             for count in tokens
             if count > rows
         ]
+        if self.row_sizes[-1] > _MIDDLE_ROWS:
+            short = [count for count in tokens if _MIDDLE_ROWS < count <= _MIDDLE_TOKENS]
+            mixed += [StepShape(_MIDDLE_ROWS, count, LOGITS) for count in short]
         if self._limits.full_tokens > longest:
             mixed += [
                 StepShape(rows, self._limits.full_tokens, LOGITS) for rows in self._clipped(_STAND_IN_ROWS)

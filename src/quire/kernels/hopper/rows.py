@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.hopper.driver import LoadedKernel, tensor_map
+from quire.kernels.driver import LoadedKernel, tensor_map
 from quire.kernels.jit import compiles_only
 from quire.kernels.nvrtc import compiled
 from quire.kernels.target import target_of

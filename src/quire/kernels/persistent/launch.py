@@ -1,7 +1,4 @@
-"""`DecodeStep`: the compiled kernel of a schedule, loaded onto a device, and its launch.
-
-The driver is called through ctypes, because PyTorch offers no public launch of a loaded cubin.
-"""
+"""`DecodeStep`: the compiled kernel of a schedule, loaded onto a device, and its launch."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.driver import LoadedKernel
 from quire.kernels.nvrtc import compiled
 from quire.kernels.persistent.schedule import Schedule
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("device.h", "parts.h", "multiply.h", "attention.h", "step.cu")
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 
 
 def source(replaced: dict[str, str] | None = None) -> str:
@@ -57,18 +54,7 @@ class DecodeStep:
 
     def __init__(self, schedule: Schedule, binary: bytes, mailbox: Mailbox, device: torch.device) -> None:
         self.schedule, self._mailbox = schedule, mailbox
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        with torch.cuda.device(device):
-            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), binary))
-            self._check(
-                self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, b"decode_step")
-            )
-            self._check(
-                self._driver.cuFuncSetAttribute(
-                    self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, schedule.shared_bytes
-                )
-            )
+        self._kernel = LoadedKernel(binary, "decode_step", schedule.shared_bytes, device)
 
     def __call__(self, *arguments: torch.Tensor | int) -> None:
         """Launch a step on the current stream.
@@ -81,32 +67,7 @@ class DecodeStep:
         values = [
             _argument(value) for value in (*before, self._mailbox.words, self._mailbox.counters, *after)
         ]
-        pointers = (ctypes.c_void_p * len(values))(
-            *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
-        )
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        schedule = self.schedule
-        self._check(
-            self._driver.cuLaunchKernel(
-                self._function,
-                schedule.blocks,
-                1,
-                1,
-                schedule.threads,
-                1,
-                1,
-                schedule.shared_bytes,
-                stream,
-                pointers,
-                None,
-            )
-        )
-
-    def _check(self, result: int) -> None:
-        if result:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(result, ctypes.byref(text))
-            raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")
+        self._kernel.launch(self.schedule.blocks, 1, self.schedule.threads, values, dependent=False)
 
 
 def _argument(value: torch.Tensor | int) -> ctypes.c_uint64 | ctypes.c_int:

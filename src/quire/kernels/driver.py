@@ -6,11 +6,14 @@ PyTorch offers no public launch of a loaded cubin, and no tensor maps.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
+Argument = ctypes.Structure | ctypes.c_uint64 | ctypes.c_int  # of a kernel
+
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
@@ -102,7 +105,7 @@ class LoadedKernel:
         _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
 
     def launch(
-        self, blocks: int, cluster: int, threads: int, arguments: list[ctypes.Structure], dependent: bool
+        self, blocks: int, cluster: int, threads: int, arguments: Sequence[Argument], dependent: bool
     ) -> None:
         """Launch the kernel on the current stream.
 

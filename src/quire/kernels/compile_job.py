@@ -1,17 +1,18 @@
 """Compilation of a Triton kernel in another process, as a message.
 
-A job names the kernel, which the other process imports, and holds the types and constants that it is compiled for. The
-result is in Triton's cache on disk.
+A job is JSON. It names the kernel, which the other process imports, and holds the types and constants that it is
+compiled for. The result is in Triton's cache on disk.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
-import pickle
+import json
 from typing import Any
 
 import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -25,17 +26,15 @@ def encode_job(source: ASTSource, options: dict[str, Any]) -> bytes:
         options: the other arguments of `triton.compile`.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: if a constant cannot be sent.
+        TypeError: if a constant cannot be sent.
     """
-    buffer = io.BytesIO()
-    parts = source.fn, source.signature, source.constants, source.attrs, options
-    _JobPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(parts)
-    return buffer.getvalue()
+    parts = [source.fn, source.signature, source.constants, source.attrs, options]
+    return json.dumps([_encode(part) for part in parts]).encode()
 
 
 def run_job(job: bytes) -> None:
-    """Compile a kernel, unless it is on disk. The job must come from a process of this engine."""
-    kernel, signature, constants, attributes, options = pickle.loads(job)
+    """Compile a kernel, unless it is on disk."""
+    kernel, signature, constants, attributes, options = (_decode(part) for part in json.loads(job))
     triton.compile(ASTSource(kernel, signature, constants, attributes), **options)
 
 
@@ -44,14 +43,42 @@ def prepare() -> None:
     triton_key()
 
 
-class _JobPickler(pickle.Pickler):
-    """A pickler that writes a function of a kernel as its place in the code."""
+def _encode(value: Any) -> Any:
+    """Return JSON for a value: itself if it is plain, otherwise [kind, content]."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, JITFunction):
+        return ["function", [value.fn.__module__, value.fn.__qualname__]]
+    if isinstance(value, tl.dtype):
+        return ["dtype", value.name]
+    if isinstance(value, tl.constexpr):
+        return ["constexpr", _encode(value.value)]
+    if isinstance(value, GPUTarget):
+        return ["target", [value.backend, value.arch, value.warp_size]]
+    if isinstance(value, dict):
+        return ["dict", [[_encode(key), _encode(item)] for key, item in value.items()]]
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, [_encode(item) for item in value]]
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a compiling process")
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, JITFunction):
-            return _function_at, (value.fn.__module__, value.fn.__qualname__)
-        return NotImplemented
 
-
-def _function_at(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    match kind:
+        case "function":
+            module, name = content
+            return getattr(importlib.import_module(module), name)
+        case "dtype":
+            return tl.dtype(content)
+        case "constexpr":
+            return tl.constexpr(_decode(content))
+        case "target":
+            return GPUTarget(*content)
+        case "dict":
+            return {_decode(key): _decode(item) for key, item in content}
+        case "tuple":
+            return tuple(_decode(item) for item in content)
+        case _:
+            return [_decode(item) for item in content]

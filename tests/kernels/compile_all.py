@@ -54,10 +54,20 @@ from quire.kernels.attention import (
 )
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
-from quire.kernels.matmul import gemv, grouped, nibble_gemv, nibble_rows, packed, rescale, round_fp8, unpack
+from quire.kernels.matmul import (
+    by_head,
+    gemv,
+    grouped,
+    nibble_gemv,
+    nibble_rows,
+    packed,
+    rescale,
+    round_fp8,
+    unpack,
+)
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
-from quire.kernels.state import conv, recurrence, selective_scan
+from quire.kernels.state import conv, delta_step, recurrence, selective_scan
 from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target
 from quire.layers.expert_weights import ExpertWeights
@@ -139,6 +149,10 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             attend = partial(latent.attend_latent_ones, q, entries, out, ints(64), starts, ints(64, 256))
             attend(longs(64), 0.1, splits)
     latent.attend_latent_tiles(q, entries, out, ints(64, 256), ints(9, 8), 0.1)
+    for inputs, outputs in ((128, rank), (rank, 128)):  # the keys' and the values' side of absorbed attention
+        matrices = zeros(heads, 256, rank)[:, :128]
+        matrices = matrices if inputs == 128 else matrices.transpose(1, 2)
+        by_head.product_by_head(zeros(1, heads, inputs), matrices, zeros(1, heads, outputs))
     keys = zeros(9, 16, 128)
     sparse.write_keys(zeros(64, 128), keys, longs(64))
     where = longs(64), longs(64), ints(64, 256)  # positions, owners, block table
@@ -242,6 +256,7 @@ def layers(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     else:
         norm.add_rms_norm(x, x, x[0], 1e-6)
         activation.gated(torch.zeros(7, 2 * model.intermediate, dtype=dtype), model.kind)
+        activation.open_gate(x, x)
 
 
 def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -333,17 +348,19 @@ def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         return
     fused = FusedExperts(ExpertWeights(gate_up, down), "silu")
     quantised = quantised_experts(model.experts, hidden, width)
-    router, arrived = torch.zeros(model.experts, hidden, dtype=dtype), ints(1)
+    router, arrived = torch.zeros(model.experts + 1, hidden, dtype=dtype), ints(1)
     rules = (
         rule_arguments(model.experts, top_k),
         rule_arguments(model.experts, top_k, True, True, 2.5, 2, 1, True),
+        rule_arguments(model.experts, top_k, shared=1, shared_gate=True),
     )
     for tokens in (16, 1, 64, 256, 1024, 8192):
         x = torch.zeros(tokens, hidden, dtype=dtype)
-        for rule in rules:
-            choice = route_all(x, router, None, None, rule, arrived)
+        for rule in reversed(rules):
+            choice = route_all(x, router[: rule["E"] + rule["SHARED_GATE"]], None, None, rule, arrived)
         if tokens <= FEW_TOKENS:
-            norm_and_route(x, x, x[0], 1e-6, router, None, torch.zeros(model.experts), rules[0], arrived)
+            correction, weight = torch.zeros(model.experts), router[: model.experts]
+            norm_and_route(x, x, x[0], 1e-6, weight, None, correction, rules[0], arrived)
         fused(x, choice)
         for layer in quantised:
             layer(x, choice)
@@ -447,6 +464,14 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         b, step = torch.empty(tokens, 16, dtype=dtype), torch.empty(tokens, 4096)
         scan_state, rate = torch.empty(9, 4096, 16), torch.empty(4096, 16)
         selective_scan.selective_scan(x, step, rate, b, b, torch.empty(4096), scan_state, each)
+    channels, ones = heads * (key + value), replace(rows, short_only=True)  # half as many key heads
+    of_heads, window = torch.empty(heads), torch.empty(9, 3, channels, dtype=dtype)
+    sizes = heads // 2, key, heads, value
+    run = delta_step.make_delta_step(
+        *sizes, torch.empty(4, channels), of_heads, of_heads, matrices[0, 0, 0], 1e-6
+    )
+    assert run is not None
+    run(torch.empty(8, channels + heads * (value + 2), dtype=dtype), window, matrices, ones)
 
 
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (

@@ -13,6 +13,7 @@ from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.experts.few import few_down, few_gate_up
 from quire.kernels.experts.group import group
 from quire.kernels.experts.many import GroupedTile, many_down, many_gate_up, weighted_sum
+from quire.kernels.experts.one import ExpertMatrices, OneTile, one_down, one_gate_up, takes_one
 from quire.kernels.experts.route import FEW_TOKENS, route, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all, router_logits
 from quire.layers.expert_weights import ExpertWeights
@@ -59,7 +60,10 @@ def check_choice(
     experts = routing.num_experts
     if got.active is not None:
         chosen = ids.unique().tolist()
-        assert got.active.tolist() == chosen + [-1] * (min(experts, ids.numel()) - len(chosen))
+        listed = (
+            got.active.tolist() if len(ids) > 1 else sorted(got.active.tolist())
+        )  # one token has its own order
+        assert listed == chosen + [-1] * (min(experts, ids.numel()) - len(chosen))
     else:
         assert got.counts is not None
         blocks = ids.split(got.rows)
@@ -125,6 +129,36 @@ def test_router(tokens: int, hidden: int) -> None:
         assert not arrived.any()
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 19])
+def test_shared_experts_are_behind_those_that_are_chosen(tokens: int, gated: bool) -> None:
+    """With 150 experts a row is in two parts; the gate is one more row of the router's weight."""
+    torch.manual_seed(tokens)
+    routing = Routing(num_experts=150, top_k=3, renormalise=True, scale=2.0)
+    rule = rule_arguments(150, 3, renormalise=True, scale=2.0, shared=2, shared_gate=gated)
+    x, weight = torch.randn(tokens, 72, device=DEVICE), torch.randn(150 + gated, 72, device=DEVICE) / 8
+    gain, arrived = torch.randn(72, device=DEVICE) + 1, torch.zeros(1, device=DEVICE, dtype=torch.int32)
+    normed = torch.nn.functional.rms_norm(x, (72,), gain, 1e-6)
+    found = [(route_all(x, weight, None, None, rule, arrived), x)]
+    if tokens <= FEW_TOKENS:
+        found.append((norm_and_route(x, None, gain, 1e-6, weight, None, None, rule, arrived)[0], normed))
+    for got, inputs in found:
+        ids, weights = choose_experts(inputs @ weight[:150].t(), routing)
+        opened = (inputs @ weight[150]).sigmoid() if gated else torch.ones(tokens, device=DEVICE)
+        assert torch.equal(got.ids.long()[:, :3], ids)
+        assert got.ids[:, 3:].tolist() == [[150, 151]] * tokens
+        torch.testing.assert_close(got.weights[:, :3], weights)
+        torch.testing.assert_close(got.weights[:, 3:], opened[:, None].expand(-1, 2))
+        chosen = ids.unique().tolist()
+        if got.counts is not None:
+            blocks = got.ids.split(got.rows)
+            assert got.counts.tolist() == [b.flatten().bincount(minlength=152).tolist() for b in blocks]
+        elif tokens > 1:
+            assert got.active.tolist() == [150, 151, *chosen] + [-1] * (ids.numel() - len(chosen))
+        else:
+            assert sorted(got.active.tolist()) == [*chosen, 150, 151]
+
+
 # -------------------------------------------------------------------------------------------- experts
 
 
@@ -182,6 +216,13 @@ class ExpertCase:
         assert not arrived.any()
         return y
 
+    def one(self, tile: OneTile | None) -> torch.Tensor:
+        weights = self.weights
+        gate_up = ExpertMatrices(weights.gate_up, None, weights.gate_up_bias)
+        down = ExpertMatrices(weights.down, None, weights.down_bias)
+        assert takes_one(down, self.choice.ids.shape[1])
+        return one_down(one_gate_up(self.x, gate_up, self.choice, self.kind, tile), down, self.choice, tile)
+
     def many(self, first: GroupedTile, second: GroupedTile) -> torch.Tensor:
         weights = self.weights
         grouped = group(self.choice, self.experts, first.rows)
@@ -204,6 +245,20 @@ TILES = [GroupedTile(16, 32, 32, 4, 2, False), GroupedTile(64, 32, 16, 4, 2, Tru
 @pytest.mark.parametrize("case", FEW, ids=lambda case: str(case.tokens))
 def test_few_tokens_interpreted(case: ExpertCase, early: bool) -> None:
     case.check(case.few(early))
+
+
+ONE = [
+    ExpertCase(1, 8, 3, 40, 24),
+    ExpertCase(1, 12, 4, 272, 36, "clamped_swiglu", biased=True),
+    ExpertCase(1, 6, 2, 36, 500, "gelu_tanh"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [None, (4, 32, 2, 4), (1, 64, 1, 4)], ids=str)
+@pytest.mark.parametrize("case", ONE, ids=lambda case: str(case.hidden))
+def test_one_token_interpreted(case: ExpertCase, tile: OneTile | None) -> None:
+    case.check(case.one(tile))
 
 
 @interpreted

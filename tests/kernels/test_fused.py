@@ -140,6 +140,15 @@ def test_gated(device: torch.device, dtype: torch.dtype, rows: int, width: int, 
     assert_close(activation.gated(gate_up, kind), plain_gated_of(kind, None)(gate_up))
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows", "width"), cases([(3, 33), (2, 1025)], [(1, 4096), (256, 2048)])
+)
+def test_open_gate(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, packed = (values(rows, 2 * width, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    x, gate = x[:, :width].contiguous(), packed[:, width:]
+    assert_close(activation.open_gate(x, gate), x * gate.sigmoid())
+
+
 # ---------------------------------------------------------------------------------------- captured
 
 

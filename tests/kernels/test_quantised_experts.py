@@ -25,7 +25,7 @@ from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.mlp import gated
 from quire.layers.moe import GroupedMLPs, SortedExperts, masked_product
-from quire.layers.quantised_experts import QuantisedExperts, fused_quantised
+from quire.layers.quantised_experts import QuantisedExperts, fused_quantised, matrices_of
 from quire.quant.forms import Fp8Weight, QuantisedWeight
 
 ON_GPU = torch.cuda.is_available()
@@ -142,6 +142,24 @@ def test_every_form(form: str) -> None:
     assert not layer.arrived.any()
     case = QuantisedCase(form, 19, sizes=sizes)
     case.check(case.many(case.layer(), *TILES))
+
+
+@interpreted
+@pytest.mark.parametrize("form", ["fp8 rows", "fp8 blocks", "int8 rows", "mxfp4", "nvfp4"])
+def test_one_token(form: str) -> None:
+    """All of these but NVFP4 have kernels of their own."""
+    case = QuantisedCase(form, 1, sizes=(4, 2, 256, 128), biased=True)
+    layer = case.layer()
+    own = matrices_of(layer.down, None)
+    assert (own is not None) == (form != "nvfp4")
+    case.check(layer(case.x, case.choice))
+
+
+@interpreted
+def test_one_token_in_mxfp4_with_a_tail() -> None:
+    """Rows of 576 columns, which are 288 bytes, leave a part of the last load empty."""
+    case = QuantisedCase("mxfp4", 1, sizes=(4, 3, 576, 64), kind="clamped_swiglu", biased=True)
+    case.check(case.layer()(case.x, case.choice))
 
 
 @interpreted

@@ -18,7 +18,7 @@ from quire.layers.state.recurrence import recurrence, unit_length
 from quire.layers.state.selective_scan import selective_scan
 
 pytest.importorskip("triton")
-from quire.kernels.state import chunks, conv
+from quire.kernels.state import chunks, conv, delta_step
 from quire.kernels.state import gates as kernel_gates
 from quire.kernels.state import recurrence as recur
 from quire.kernels.state import selective_scan as scan
@@ -108,6 +108,43 @@ def test_recurrence(channel_gate: bool, delta: bool, targets: bool) -> None:
         make_states(HEADS, KEY, VALUE),
         rows,
     )
+
+
+def test_delta_step() -> None:
+    """One kernel of rows of one token computes what the operations of a layer compute one by one."""
+    torch.manual_seed(2)
+    channels, values = 2 * KEY_HEADS * KEY + HEADS * VALUE, HEADS * VALUE
+    x = torch.randn(4, channels + values + 2 * HEADS, device=DEVICE)
+    taps, norm = torch.randn(4, channels, device=DEVICE), torch.rand(VALUE, device=DEVICE)
+    rate, bias = torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
+    starts = torch.tensor([0, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)  # the third row is padding
+    fresh = torch.tensor([True, False, True, False], device=DEVICE)
+    index = torch.tensor([0, 4, 8, 2], device=DEVICE)
+    rows = StateRows(index, starts, fresh, short_only=True)
+    windows, states = make_states(3, channels), make_states(HEADS, KEY, VALUE)
+
+    def one_by_one(window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        qkv, z, b, a = x.split([channels, values, HEADS, HEADS], 1)
+        qkv = causal_conv(qkv, taps, None, window, rows, "silu")
+        q, k, v = qkv.split([KEY_HEADS * KEY, KEY_HEADS * KEY, values], 1)
+        q, k = (part.unflatten(1, (KEY_HEADS, KEY)) for part in (q, k))
+        decay, beta = gates.delta_gates(a, b, rate, bias)
+        v = v.unflatten(1, (HEADS, VALUE))
+        read = recurrence(q, k, v, decay, beta, state, rows, KEY**-0.5, True)
+        return gates.gated_norm(read, z.unflatten(1, (HEADS, VALUE)), norm, 1e-6).flatten(1)
+
+    step = delta_step.make_delta_step(KEY_HEADS, KEY, HEADS, VALUE, taps, rate, bias, norm, 1e-6)
+    assert step is not None and step.takes(rows)
+    want_window, want_state, window, state = windows.clone(), states.clone(), windows.clone(), states.clone()
+    want, got = one_by_one(want_window, want_state)[:3], step(x, window, state, rows)[:3]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert want.isfinite().all() and not step.arrived.any()
+    for found, wanted, before in ((window, want_window, windows), (state, want_state, states)):
+        torch.testing.assert_close(found[[0, 4, 2]], wanted[[0, 4, 2]], rtol=1e-4, atol=1e-4)
+        others = [1, 3, 5, 6, 7]
+        assert torch.equal(found[others], before[others]) and not torch.equal(found[4], before[4])
+    assert not step.takes(make_rows()) and not step.takes(make_rows(targets=True))
+    assert delta_step.make_delta_step(KEY_HEADS, 256, HEADS, 128, taps, rate, bias, norm, 1e-6) is None
 
 
 LONG = [

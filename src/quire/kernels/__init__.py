@@ -13,7 +13,8 @@ Programmatic dependent launch (PDL): on devices that support it, a kernel starts
 previous kernel still runs. Every kernel that takes part keeps two rules:
 
 - `gdc_wait` precedes the first access to memory that another kernel may write. Only weights and tables may be read
-  before it.
+  before it, and what was complete before the previous kernel could start: the choice of experts behind a kernel that
+  waits before it lets the next one start, and states, because each step begins with kernels that take no part.
 - Every program waits, even one without work, because the end of a kernel must imply the end of all kernels before it.
 """
 

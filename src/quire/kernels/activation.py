@@ -75,3 +75,44 @@ def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     pdl = target_of(gate_up.device).has_dependent_launch
     _gated[grid](gate_up, out, KIND=kind, WIDTH=width, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out
+
+
+@kernel
+def _open_gate(
+    x,  # [rows, WIDTH]
+    gate,  # [rows, WIDTH], row stride `stride`
+    out,  # [rows, WIDTH]
+    stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (rows, tiles of WIDTH)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    opened = tl.sigmoid(tl.load(gate + row * stride + at, mask=inside, other=0.0).to(tl.float32))
+    value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    tl.store(out + row * WIDTH + at, (value * opened.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+
+
+def open_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(gate), rounded as two torch calls round it.
+
+    Args:
+        x: [rows, width], contiguous.
+        gate: [rows, width], with contiguous rows.
+    """
+    rows, width = x.shape
+    assert x.is_contiguous() and gate.stride(1) == 1
+    out = torch.empty_like(x)
+    pdl = target_of(x.device).has_dependent_launch
+    if rows:
+        _open_gate[(rows, triton.cdiv(width, _BLOCK))](
+            x, gate, out, gate.stride(0), WIDTH=width, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out

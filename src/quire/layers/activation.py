@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import available
 from quire.layers.env import Env
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -49,3 +50,12 @@ class XIELU:
 def make_activation(env: Env, prefix: str, name: str) -> Activation:
     """Return the activation `name`; the weights of one that has some begin with `prefix`."""
     return XIELU(env, prefix) if name == "xielu" else ACTIVATIONS[name]
+
+
+def pick_gate(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the function x * sigmoid(gate) of tensors [tokens, width], as one kernel on a GPU."""
+    if not available(device):
+        return lambda x, gate: x * gate.sigmoid()
+    from quire.kernels.activation import open_gate
+
+    return open_gate

@@ -99,7 +99,8 @@ class Weights(Protocol):
         ...
 
 
-def _unobserved(names: tuple[str, ...], product: Any) -> Any:
+def unobserved(names: tuple[str, ...], product: Any) -> Any:
+    """Return the product as it is."""
     return product
 
 
@@ -117,7 +118,7 @@ class Env:
     stage: Stage = WHOLE  # which layers to build
     experts: ExpertShard = ALL_EXPERTS  # which experts of a layer to load
     # Takes the names of a fused weight's tensors and their product, and returns the product to use: for calibration.
-    observe: Callable[[tuple[str, ...], Any], Any] = _unobserved
+    observe: Callable[[tuple[str, ...], Any], Any] = unobserved
     parts: LayerParts = LayerParts()  # which implementation norms and MLPs use
 
     @property

@@ -12,9 +12,10 @@ import torch
 
 from quire.kernels.target import log_choice
 from quire.layers.env import Env
+from quire.layers.shared_experts import StackedShared
 from quire.quant.base import Part
 from quire.quant.forms import QuantisedWeight
-from quire.quant.loading import load_stack
+from quire.quant.loading import load_stack, open_packed, stacks
 
 # Matrices [experts, outputs, inputs]: plain, or quantised.
 StackedWeight = torch.Tensor | QuantisedWeight
@@ -50,6 +51,7 @@ def load_experts(
     width: int,
     names: Projections = USUAL,
     stacked: tuple[str, str] = STACKED,
+    shared: StackedShared | None = None,
 ) -> ExpertWeights:
     """Load this rank's part of the experts.
 
@@ -61,18 +63,21 @@ def load_experts(
         width: width of an expert, before sharding.
         names: names of the projections, `{prefix}{number}.{name}.weight` if each expert is stored by itself.
         stacked: names of the tensors of all experts, behind the prefix.
+        shared: shared experts, stored like the others, which come behind them; None if there are none.
     """
     gate_up_name, down_name = (prefix + name for name in stacked)
     cut = env.expert_cut(width)
     part = cut.stop - cut.start
-    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(gate_up_name):
-        return _load_single(env, prefix, num_experts, hidden, width, names)
+    if _is_single(env, prefix, names, gate_up_name):
+        return _load_single(env, prefix, num_experts, hidden, width, names, shared)
     if env.quantization and env.quantization.convert:
         log_choice("experts that are stored in one tensor are not converted: they stay plain")
     held = env.experts.held(num_experts)
     own, shape = slice(held.start, held.stop), (num_experts, 2 * width, hidden)
-    gate_up = torch.empty(len(held), 2 * part, hidden, device=env.device, dtype=env.dtype)
-    down = torch.empty(len(held), hidden, part, device=env.device, dtype=env.dtype)
+    count = len(held) + (shared.count if shared else 0)
+    all_gate_up = torch.empty(count, 2 * part, hidden, device=env.device, dtype=env.dtype)
+    all_down = torch.empty(count, hidden, part, device=env.device, dtype=env.dtype)
+    gate_up, down = all_gate_up[: len(held)], all_down[: len(held)]
     up_cut = slice(width + cut.start, width + cut.stop)
     env.weights.copy_into(gate_up[:, :part], gate_up_name, shape, own, cut)
     env.weights.copy_into(gate_up[:, part:], gate_up_name, shape, own, up_cut)
@@ -80,20 +85,65 @@ def load_experts(
         env.weights.copy_into(down, down_name, (num_experts, hidden, width), own)
     else:  # `copy_into` cannot cut the last of three dimensions
         down.copy_(env.weights.tensor(down_name, (num_experts, hidden, width), own)[..., cut])
-    return ExpertWeights(gate_up, down)
+    if shared:
+        for number, (pair, last) in enumerate(zip(*shared.parts(env, hidden)), len(held)):
+            pair[0].copy_into(all_gate_up[number, :part], env)
+            pair[1].copy_into(all_gate_up[number, part:], env)
+            last[0].copy_into(all_down[number], env)
+    return ExpertWeights(all_gate_up, all_down)
+
+
+def _is_single(env: Env, prefix: str, names: Projections, gate_up_name: str) -> bool:
+    """Return whether each expert is stored by itself."""
+    return env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(gate_up_name)
+
+
+def stored_alike(
+    env: Env,
+    prefix: str,
+    hidden: int,
+    width: int,
+    names: Projections,
+    stacked: tuple[str, str],
+    shared: StackedShared,
+) -> bool:
+    """Return whether the shared experts are stored in the format of the others; for the arguments see `load_experts`."""
+    gate_up, down = shared.parts(env, hidden)
+    if not _is_single(env, prefix, names, prefix + stacked[0]):
+        return all(open_packed(env, part) is None for parts in (*gate_up, *down) for part in parts)
+    first = _parts_of(env, prefix, 0, hidden, width, names)
+    return stacks(env, [first[0], *gate_up]) and stacks(env, [first[1], *down])
 
 
 def _load_single(
-    env: Env, prefix: str, num_experts: int, hidden: int, width: int, names: Projections
+    env: Env,
+    prefix: str,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    names: Projections,
+    shared: StackedShared | None = None,
 ) -> ExpertWeights:
     """Load experts that are stored one by one, in the format that the checkpoint has them in."""
-    cut, every = env.expert_cut(width), slice(None)
     gate_up, down = [], []
     for expert in env.experts.held(num_experts):
-        gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
-        gate_up.append([Part(name, (width, hidden), cut, every) for name in (gate_name, up_name)])
-        down.append([Part(down_name, (hidden, width), every, cut)])
+        first, second = _parts_of(env, prefix, expert, hidden, width, names)
+        gate_up.append(first)
+        down.append(second)
+    if shared:
+        more_gate_up, more_down = shared.parts(env, hidden)
+        gate_up, down = gate_up + more_gate_up, down + more_down
     return ExpertWeights(load_stack(env, gate_up), load_stack(env, down))
+
+
+def _parts_of(
+    env: Env, prefix: str, expert: int, hidden: int, width: int, names: Projections
+) -> tuple[list[Part], list[Part]]:
+    """Return this rank's parts of gate and up, and of down, of an expert that is stored by itself."""
+    cut, every = env.expert_cut(width), slice(None)
+    gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
+    gate_up = [Part(name, (width, hidden), cut, every) for name in (gate_name, up_name)]
+    return gate_up, [Part(down_name, (hidden, width), every, cut)]
 
 
 def load_transposed_experts(

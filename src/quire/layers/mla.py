@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from quire.attention.base import ForwardBatch
+from quire.kernels import available
 from quire.layers.env import Env
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation, rotate
@@ -134,13 +135,29 @@ class LatentExpansion:
         tokens, heads, width = q.shape
         content, rotary = q.split([self.content_dim, width - self.content_dim], 2)
         absorbed = q.new_empty(tokens, heads, self.dim)
-        torch.bmm(content.transpose(0, 1), self.to_keys, out=absorbed[..., : self.rank].transpose(0, 1))
+        _by_head(content, self.to_keys, absorbed[..., : self.rank])
         return absorbed, rotary
 
     def values(self, sums: torch.Tensor) -> torch.Tensor:
         """Return [tokens, heads * value dim] for weighted sums of latents [tokens, heads * rank]."""
         tokens, (heads, _, dim) = sums.shape[0], self.to_values.shape
         out = sums.new_empty(tokens, heads, dim)
-        by_head = sums.view(tokens, heads, self.rank).transpose(0, 1)
-        torch.bmm(by_head, self.to_values, out=out.transpose(0, 1))
+        _by_head(sums.view(tokens, heads, self.rank), self.to_values, out)
         return out.view(tokens, -1)
+
+
+def _by_head(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    """Write x[:, h] @ weight[h] to y[:, h], for every head h.
+
+    Args:
+        x: [tokens, heads, inputs].
+        weight: [heads, inputs, outputs].
+        y: [tokens, heads, outputs].
+    """
+    if available(x.device):
+        from quire.kernels.matmul.by_head import product_by_head, takes_heads
+
+        if takes_heads(x, weight):
+            return product_by_head(x, weight, y)
+    torch.bmm(x.transpose(0, 1), weight, out=y.transpose(0, 1))
+    return None

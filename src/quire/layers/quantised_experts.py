@@ -1,7 +1,7 @@
 """Quantised experts in Triton kernels, for a GPU; everything can be captured in a CUDA graph.
 
-Up to 16 tokens read only the packed weights of the chosen experts. More tokens are grouped by expert. Import this module
-only if `fuses_experts` returns True.
+Up to 16 tokens read only the packed weights of the chosen experts; one token has kernels of its own for FP8, INT8 and MXFP4.
+More tokens are grouped by expert. Import this module only if `fuses_experts` returns True.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from quire.kernels.experts.few_packed import FEWEST_OUTPUTS, few_packed_down, fe
 from quire.kernels.experts.group import group
 from quire.kernels.experts.many import weighted_sum
 from quire.kernels.experts.many_packed import many_packed_down, many_packed_gate_up, packed_tiles_for
+from quire.kernels.experts.one import ExpertMatrices, one_down, one_gate_up, takes_one
 from quire.kernels.matmul.packed import PackedTensors, half_for, reorder_nibbles
 from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.target import target_of
@@ -107,6 +108,11 @@ class QuantisedExperts:
 
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         weights, dtype = self.weights, x.dtype
+        if choice.active is not None and len(x) == 1:
+            gate_up = matrices_of(self.gate_up, weights.gate_up_bias)
+            down = matrices_of(self.down, weights.down_bias)
+            if gate_up and down and takes_one(down, choice.ids.shape[1]):
+                return one_down(one_gate_up(x, gate_up, choice, self.activation), down, choice)
         if choice.active is not None:
             h = few_packed_gate_up(x, self.gate_up, weights.gate_up_bias, choice, self.activation)
             return few_packed_down(h, self.down, weights.down_bias, choice, self.arrived)
@@ -120,6 +126,21 @@ class QuantisedExperts:
         )
         rows = many_packed_down(h, scales, self.down, weights.down_bias, grouped, second, dtype)
         return weighted_sum(rows, grouped.place, choice.weights)
+
+
+def matrices_of(w: PackedTensors, bias: torch.Tensor | None) -> ExpertMatrices | None:
+    """Describe rearranged matrices to the kernels for one token; None if these do not take them."""
+    of_rows = w.group == 0 and w.format in ("fp8", "byte")
+    of_blocks = w.format == "fp8" and (w.group, w.scale_rows) == (FP8_BLOCK, FP8_BLOCK)
+    if w.format == "fp4" and (w.half, w.group) == (32, 32) and w.scale.dtype == torch.uint8:
+        return ExpertMatrices(w.codes, w.scale, bias)
+    if not (of_rows or of_blocks):
+        return None
+    if w.format == "fp8" and not target_of(w.codes.device).has_fp8:
+        return None
+    return ExpertMatrices(
+        w.codes.view(torch.float8_e4m3fn if w.format == "fp8" else torch.int8), w.scale, bias
+    )
 
 
 def rearranged(w: PackedTensors, form: StackedWeight) -> PackedTensors:

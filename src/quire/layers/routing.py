@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,6 +18,9 @@ from quire.kernels.target import log_choice, target_of
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.routing_params import Routing
+
+if TYPE_CHECKING:
+    from quire.layers.shared_experts import StackedShared
 
 
 class Router(Protocol):
@@ -53,12 +56,17 @@ class FusingRouter(Router):
         """
 
 
-def make_router(env: Env, name: str, hidden: int, routing: Routing) -> Router:
-    """Load a router: `{name}.weight`, and the tensors `.bias` and `.e_score_correction_bias` if the rule has them."""
+def make_router(
+    env: Env, name: str, hidden: int, routing: Routing, shared: StackedShared | None = None
+) -> Router:
+    """Load a router: `{name}.weight`, and the tensors `.bias` and `.e_score_correction_bias` if the rule has them.
+
+    The `shared` experts, if they are stacked behind the others, become part of each choice.
+    """
     if fuses_experts(env.device, env.dtype) and routing.scores != "sparsemixer":
         from quire.layers.fused_experts import FusedRouter
 
-        return FusedRouter(env, name, hidden, routing)
+        return FusedRouter(env, name, hidden, routing, shared)
     if isinstance(env.kernels, CpuKernels):
         from quire.layers.c_experts import CRouter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.attention.base import ForwardBatch
+from quire.layers.activation import pick_gate
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.residual import Stream
@@ -33,7 +34,7 @@ class GatedSelfAttention(SelfAttention):
             Part(f"{prefix}{name}.weight", (spec.num_kv_heads * dim, hidden), kv_rows, every)
             for name in ("k_proj", "v_proj")
         ]
-        self.gate_width = len(held) * dim
+        self.gate_width, self.open_gate = len(held) * dim, pick_gate(env.device)
         return Linear.from_parts(env, [*queries, *keys_values, *gates])
 
     def __call__(
@@ -41,7 +42,7 @@ class GatedSelfAttention(SelfAttention):
     ) -> Stream:
         packed, residual = self.qkv(x, residual)
         qkv, gate = packed.split([packed.shape[1] - self.gate_width, self.gate_width], 1)
-        x = self.attend(qkv.contiguous(), rotation, batch) * gate.sigmoid()
+        x = self.open_gate(self.attend(qkv.contiguous(), rotation, batch), gate)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             x, residual = batch.narrow(x, residual)

@@ -6,9 +6,10 @@ The two name their expert tensors differently. The spec lists the layers that ha
 from __future__ import annotations
 
 from quire.layers.env import Env
-from quire.layers.expert_weights import MIXTRAL, STACKED, USUAL, load_experts
+from quire.layers.expert_weights import MIXTRAL, STACKED, USUAL, load_experts, stored_alike
 from quire.layers.moe import MoE, SharedExperts, make_experts
 from quire.layers.routing import make_router
+from quire.layers.shared_experts import stack_shared
 from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
@@ -46,18 +47,21 @@ def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
     )
     block, gate_name, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
-    hidden, routing = spec.hidden_size, moe.routing
-    router = make_router(env, block + gate_name, hidden, routing)
+    hidden, width, routing, act = spec.hidden_size, moe.intermediate_size, moe.routing, spec.activation
     where = block + spec.names.get("experts", "experts.")
     stacked = tuple(spec.names.get(f"stacked_{name}", name) for name in STACKED)
-    sizes = routing.num_experts, hidden, moe.intermediate_size
-    weights = load_experts(env, where, *sizes, names, (stacked[0], stacked[1]))
+    spelling = names, (stacked[0], stacked[1])
+    name = block + spec.names.get("shared_experts", _SHARED[not moe.shared_gate])
+    gate = name + "_gate" if moe.shared_gate else None
+    beside = stack_shared(env, name + ".", hidden, moe.shared_size, width, routing, act, gate)
+    if beside and not stored_alike(env, where, hidden, width, *spelling, beside):
+        beside = None
+    router = make_router(env, block + gate_name, hidden, routing, beside)
+    weights = load_experts(env, where, routing.num_experts, hidden, width, *spelling, beside)
     shared = None
-    if moe.shared_size:
-        name = block + spec.names.get("shared_experts", _SHARED[not moe.shared_gate])
-        gate = name + "_gate" if moe.shared_gate else None
-        shared = SharedExperts(env, name + ".", hidden, moe.shared_size, spec.activation, gate)
-    return MoE(router, make_experts(env, weights, spec.activation), env.parallel, shared)
+    if moe.shared_size and beside is None:
+        shared = SharedExperts(env, name + ".", hidden, moe.shared_size, act, gate)
+    return MoE(router, make_experts(env, weights, act), env.parallel, shared)
 
 
 class MoEModel(DecoderModel):

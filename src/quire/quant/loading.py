@@ -95,6 +95,15 @@ def load_dequantised(env: Env, part: Part) -> torch.Tensor:
     return plain
 
 
+def stacks(env: Env, experts: Sequence[list[Part]]) -> bool:
+    """Return whether `load_stack` takes these matrices: all are stored alike, and no cut divides a block."""
+    try:
+        _stack_layout([(part, open_packed(env, part)) for parts in experts for part in parts])
+    except ModelError:
+        return False
+    return True
+
+
 def load_stack(env: Env, experts: Sequence[list[Part]]) -> torch.Tensor | QuantisedWeight:
     """Load the matrices of experts, each of several parts, into one stack [experts, rows of all parts, inputs].
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.activation import gate_up_product
-from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.experts.choice import ExpertChoice, rows_of_tile
 from quire.kernels.experts.packed_sums import wait_for_previous
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
@@ -280,8 +280,3 @@ def few_down(
         num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return y
-
-
-def rows_of_tile(tokens: int) -> int:
-    """Return the rows of a tile of tokens."""
-    return 8 if tokens <= 8 else 16

@@ -21,27 +21,65 @@ FEW_TOKENS = 16  # up to so many tokens are routed by one program, which also li
 _UNORDERED = tl.constexpr(-1e38)  # rank of a score that is not a number
 _CLOSED = tl.constexpr(-2e38)  # of an expert in a group that was not chosen
 _TAKEN = tl.constexpr(float("-inf"))  # of an expert that was chosen before
+_LEAST = tl.constexpr(-2147483648)  # below the order of every number
+_MOST_LANES = 128  # experts of a row that a warp holds in 4 registers
+
+# A tile of logits is [PARTS, ROWS, LANES], and holds expert part * LANES + lane. With as many warps as rows, a row
+# belongs to one warp: reductions over parts stay in a thread, those over lanes in a warp.
 
 
 @triton.jit
-def _group_score(ranked, inside, TWO: tl.constexpr):
-    """Return the largest score of the experts `inside` the group, or the sum of the two largest: [rows]."""
-    e = tl.arange(0, ranked.shape[1])[None, :]
+def experts_of_tile(PARTS: tl.constexpr, LANES: tl.constexpr):
+    """Return the experts of a tile of logits: [PARTS, 1, LANES]."""
+    return tl.arange(0, PARTS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+
+
+@triton.jit
+def _largest(values):
+    """Return the largest number of each row of a tile: [ROWS]."""
+    return tl.max(tl.max(values, 0), 1)
+
+
+@triton.jit
+def _wide(of_rows):
+    """Return numbers of rows in the shape of a tile: [1, ROWS, 1]."""
+    return tl.expand_dims(tl.expand_dims(of_rows, 0), 2)
+
+
+@triton.jit
+def _ordered(numbers):
+    """Return int32 numbers in the order of these fp32 numbers: a warp finds their maximum in one instruction."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _first(order, best, e, E_PAD: tl.constexpr):
+    """Return the first expert of each row whose `order` is the `best` of the row: [ROWS]."""
+    return tl.min(tl.min(tl.where(order == _wide(best), e, E_PAD), 0), 1)
+
+
+@triton.jit
+def _group_score(ranked, inside, e, E_PAD: tl.constexpr, TWO: tl.constexpr):
+    """Return the largest score of the experts `inside` the group, or the sum of the two largest: [ROWS]."""
     scores = tl.where(inside, ranked, _TAKEN)
-    best = tl.max(scores, 1)
+    best = _largest(scores)
     if TWO:
-        first = tl.min(tl.where(scores == best[:, None], e, ranked.shape[1]), 1)
-        best += tl.max(tl.where(e == first[:, None], _TAKEN, scores), 1)
+        first = _first(scores, best, e, E_PAD)
+        best += _largest(tl.where(e == _wide(first), _TAKEN, scores))
     return best
 
 
 @triton.jit
 def route_rows(
-    logits,  # float32 [ROWS, E_PAD]
+    logits,  # float32 [PARTS, ROWS, LANES]
+    gate,  # float32 [ROWS, K_PAD], the logit of the shared experts in every column, if SHARED_GATE
     correction,  # float32 [E], if CORRECTION
     scale,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -51,17 +89,22 @@ def route_rows(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Return ids and weights [ROWS, K_PAD], and which experts were chosen, bool [ROWS, E_PAD]."""
-    ROWS: tl.constexpr = logits.shape[0]
-    E_PAD: tl.constexpr = logits.shape[1]
-    e = tl.arange(0, E_PAD)[None, :]
+    """Return ids and weights [ROWS, K_PAD], and which routed experts were chosen, bool [PARTS, ROWS, LANES].
+
+    The shared experts E, E + 1, ... come behind the TOP_K routed ones.
+    """
+    PARTS: tl.constexpr = logits.shape[0]
+    ROWS: tl.constexpr = logits.shape[1]
+    LANES: tl.constexpr = logits.shape[2]
+    E_PAD: tl.constexpr = PARTS * LANES
+    e = experts_of_tile(PARTS, LANES)
     there = e < E
     if SIGMOID:
         scores = tl.sigmoid(logits)
     else:
-        top = tl.max(tl.where(there, logits, _TAKEN), 1)
-        powers = tl.where(there, tl.exp(logits - top[:, None]), 0.0)
-        scores = powers / tl.sum(powers, 1)[:, None]
+        top = _largest(tl.where(there, logits, _TAKEN))
+        powers = tl.where(there, tl.exp(logits - _wide(top)), 0.0)
+        scores = powers / _wide(tl.sum(tl.sum(powers, 0), 1))
     ranked = scores
     if CORRECTION:
         ranked += tl.load(correction + e, mask=there, other=0.0)
@@ -69,57 +112,78 @@ def route_rows(
     ranked = tl.where(there, ranked, _TAKEN)
     if GROUPS > 1:
         group = e // (E // GROUPS)
-        open_experts = tl.zeros([ROWS, E_PAD], tl.int1)
+        open_experts = tl.zeros([PARTS, ROWS, LANES], tl.int1)
         g = tl.arange(0, G_PAD)[None, :]
         of_groups = tl.full([ROWS, G_PAD], _TAKEN, tl.float32)
         for i in tl.static_range(GROUPS):
-            of_groups = tl.where(g == i, _group_score(ranked, group == i, TWO)[:, None], of_groups)
+            score = _group_score(ranked, group == i, e, E_PAD, TWO)
+            of_groups = tl.where(g == i, score[:, None], of_groups)
         for _ in tl.static_range(TOP_GROUPS):
-            first = tl.argmax(of_groups, 1)[:, None]
-            open_experts = open_experts | (group == first)
-            of_groups = tl.where(g == first, _TAKEN, of_groups)
+            first = tl.argmax(of_groups, 1)
+            open_experts = open_experts | (group == _wide(first))
+            of_groups = tl.where(g == first[:, None], _TAKEN, of_groups)
         ranked = tl.where(open_experts | (e >= E), ranked, _CLOSED)
+    order = _ordered(ranked)
+    bits = scores.to(tl.int32, bitcast=True)
     k = tl.arange(0, K_PAD)[None, :]
     ids = tl.zeros([ROWS, K_PAD], tl.int32)
-    chosen = tl.zeros([ROWS, E_PAD], tl.int1)
+    found = tl.zeros([ROWS, K_PAD], tl.int32)  # the bits of the scores
+    chosen = tl.zeros([PARTS, ROWS, LANES], tl.int1)
     for i in tl.static_range(TOP_K):
-        best = tl.argmax(ranked, 1)[:, None]  # the first of equal ones
-        mine = e == best
-        ids = tl.where(k == i, best, ids)
-        ranked = tl.where(mine, _TAKEN, ranked)
+        best = _first(order, _largest(order), e, E_PAD)  # the first of equal ones
+        mine = e == _wide(best)
+        ids = tl.where(k == i, best[:, None], ids)
+        found = tl.where(k == i, _largest(tl.where(mine, bits, _LEAST))[:, None], found)
+        order = tl.where(mine, _LEAST, order)
         chosen = chosen | mine
-    weights = tl.where(k < TOP_K, tl.gather(scores, ids, 1), 0.0)
+    weights = tl.where(k < TOP_K, found.to(tl.float32, bitcast=True), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
-    return ids, weights * scale, chosen
+    weights = weights * scale
+    if SHARED > 0:
+        ids = tl.where(k < TOP_K, ids, E + k - TOP_K)
+        beside = tl.full([ROWS, K_PAD], 1.0, tl.float32)
+        if SHARED_GATE:
+            beside = tl.sigmoid(gate)
+        weights = tl.where(k < TOP_K, weights, beside)
+    return ids, weights, chosen
 
 
 @triton.jit
-def list_chosen(count, active, slots, E: tl.constexpr):
-    """Write the experts with a `count` [E_PAD] above 0 to `active`, in order, and -1 into the rest of its `slots`."""
+def list_chosen(count, active, slots, E: tl.constexpr, SHARED: tl.constexpr):
+    """Write the shared experts to `active`, then those with a `count` [E_PAD] above 0, in order.
+
+    The rest of its `slots` behind the shared experts become -1.
+    """
     e = tl.arange(0, count.shape[0])
     is_chosen = (count > 0).to(tl.int32)
     place = tl.cumsum(is_chosen, 0) - is_chosen
-    tl.store(active + place, e, mask=is_chosen > 0)
+    tl.store(active + SHARED + place, e, mask=is_chosen > 0)
     number = tl.sum(is_chosen, 0)
     # An expert that was not chosen marks one of the free slots.
     rest = number + e - place
-    tl.store(active + rest, tl.full([count.shape[0]], -1, tl.int32), mask=(is_chosen == 0) & (rest < slots))
+    free = (is_chosen == 0) & (rest < slots)
+    tl.store(active + SHARED + rest, tl.full([count.shape[0]], -1, tl.int32), mask=free)
+    if SHARED > 0:
+        tl.store(active + e, E + e, mask=e < SHARED)
 
 
 @kernel(do_not_specialize=["tokens", "slots"])
 def _route(
-    logits,  # [tokens, E]
+    logits,  # [tokens, E], and with SHARED_GATE one more column
     correction,  # float32 [E], if CORRECTION
-    ids,  # int32 [tokens, TOP_K]
-    weights,  # float32 [tokens, TOP_K]
-    counts,  # int32 [programs, E] how many rows of a program chose each expert; if FEW: the chosen experts [slots]
+    ids,  # int32 [tokens, TOP_K + SHARED]
+    weights,  # float32 [tokens, TOP_K + SHARED]
+    counts,  # int32 [programs, E + SHARED] how many rows of a program chose each expert; if FEW: the chosen experts
     tokens,
-    slots,
+    slots,  # of chosen experts, without the shared ones
     scale,
     E: tl.constexpr,
-    E_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -135,41 +199,50 @@ def _route(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    e = tl.arange(0, E_PAD)
-    real = row < tokens
-    found = tl.load(logits + row.to(tl.int64) * E + e[None, :], mask=real & (e < E)[None, :], other=0.0)
-    mine, weight, chosen = route_rows(
-        found.to(tl.float32), correction, scale, E, TOP_K, K_PAD, SIGMOID, CORRECTION, RENORMALISE, GROUPS, G_PAD,
-        TOP_GROUPS, TWO,
-    )  # fmt: skip
+    EACH: tl.constexpr = TOP_K + SHARED
+    first_row = tl.program_id(0) * ROWS
+    of_tile = (first_row + tl.arange(0, ROWS))[None, :, None]
+    e = experts_of_tile(PARTS, LANES)
+    from_logits = logits + of_tile.to(tl.int64) * (E + SHARED_GATE)
+    found = tl.load(from_logits + e, mask=(of_tile < tokens) & (e < E), other=0.0)
     k = tl.arange(0, K_PAD)[None, :]
-    tl.store(ids + row * TOP_K + k, mine, mask=real & (k < TOP_K))
-    tl.store(weights + row * TOP_K + k, weight, mask=real & (k < TOP_K))
-    count = tl.sum((chosen & real).to(tl.int32), 0)
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    real = (row < tokens) & (k < EACH)
+    gate = tl.zeros([ROWS, K_PAD], tl.float32)
+    if SHARED_GATE:
+        gate = tl.load(logits + row.to(tl.int64) * (E + 1) + E + 0 * k, mask=real, other=0.0).to(tl.float32)
+    mine, weight, chosen = route_rows(
+        found.to(tl.float32), gate, correction, scale, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION,
+        RENORMALISE, GROUPS, G_PAD, TOP_GROUPS, TWO,
+    )  # fmt: skip
+    tl.store(ids + row * EACH + k, mine, mask=real)
+    tl.store(weights + row * EACH + k, weight, mask=real)
+    count = tl.reshape(tl.sum((chosen & (of_tile < tokens)).to(tl.int32), 1), [PARTS * LANES])
     if FEW:
-        list_chosen(count, counts, slots, E)
+        list_chosen(count, counts, slots, E, SHARED)
     else:
-        tl.store(counts + tl.program_id(0) * E + e, count, mask=e < E)
+        at = tl.arange(0, PARTS * LANES)
+        of_program = counts + tl.program_id(0) * (E + SHARED)
+        tl.store(of_program + at, count, mask=at < E)
+        if SHARED > 0:
+            tl.store(of_program + E + at, tl.minimum(tokens - first_row, ROWS) + 0 * at, mask=at < SHARED)
 
 
 def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str, Any]) -> ExpertChoice:
     """Choose the experts of each token.
 
     Args:
-        logits: [tokens, experts], contiguous.
+        logits: [tokens, experts], contiguous; behind them the logit of the shared experts, if they have a gate.
         correction: float32 [experts], or None.
         rule: from `rule_arguments`.
     """
-    tokens, experts = logits.shape
-    top_k = rule["TOP_K"]
+    tokens, experts = logits.shape[0], rule["E"]
     few = tokens <= FEW_TOKENS
     rows = block_rows(tokens)
     blocks = triton.cdiv(tokens, rows)
-    ids = torch.empty(tokens, top_k, device=logits.device, dtype=torch.int32)
-    weights = torch.empty(tokens, top_k, device=logits.device, dtype=torch.float32)
-    slots = min(experts, tokens * top_k)
-    counts = torch.empty((slots,) if few else (blocks, experts), device=logits.device, dtype=torch.int32)
+    ids, weights, slots = empty_choice(tokens, rule, logits.device)
+    shape = (slots + rule["SHARED"],) if few else (blocks, experts + rule["SHARED"])
+    counts = torch.empty(shape, device=logits.device, dtype=torch.int32)
     pdl = target_of(logits.device).has_dependent_launch
     if tokens:
         _route[(blocks,)](
@@ -182,6 +255,16 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
         if few
         else ExpertChoice(ids, weights, counts=counts, rows=rows)
     )
+
+
+def empty_choice(
+    tokens: int, rule: dict[str, Any], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Allocate ids and weights of a choice, and return them with the largest number of routed experts chosen."""
+    each = rule["TOP_K"] + rule["SHARED"]
+    ids = torch.empty(tokens, each, device=device, dtype=torch.int32)
+    weights = torch.empty(tokens, each, device=device, dtype=torch.float32)
+    return ids, weights, min(rule["E"], tokens * rule["TOP_K"])
 
 
 def block_rows(tokens: int) -> int:
@@ -203,13 +286,23 @@ def rule_arguments(
     groups: int = 1,
     top_groups: int = 1,
     two: bool = False,
+    shared: int = 0,
+    shared_gate: bool = False,
 ) -> dict[str, Any]:
-    """Return a routing rule as arguments of the kernel; the names are those of `Routing`."""
+    """Return a routing rule as arguments of the kernel; the names are those of `Routing`.
+
+    The `shared` experts are those behind the routed ones, which every token has. Their weight is 1, or with a
+    `shared_gate` the sigmoid of one more logit.
+    """
+    lanes = min(triton.next_power_of_2(experts), _MOST_LANES)
     return {
         "E": experts,
-        "E_PAD": triton.next_power_of_2(experts),
+        "PARTS": triton.next_power_of_2(experts) // lanes,
+        "LANES": lanes,
         "TOP_K": top_k,
-        "K_PAD": triton.next_power_of_2(top_k),
+        "SHARED": shared,
+        "SHARED_GATE": shared_gate,
+        "K_PAD": triton.next_power_of_2(top_k + shared),
         "SIGMOID": sigmoid,
         "RENORMALISE": renormalise,
         "scale": float(scale),

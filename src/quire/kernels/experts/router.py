@@ -13,14 +13,45 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.experts.choice import ExpertChoice
-from quire.kernels.experts.route import FEW_TOKENS, block_rows, list_chosen, route, route_rows
+from quire.kernels.experts.choice import ExpertChoice, rows_of_tile
+from quire.kernels.experts.route import (
+    FEW_TOKENS,
+    block_rows,
+    empty_choice,
+    experts_of_tile,
+    list_chosen,
+    route,
+    route_rows,
+)
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
 _BLOCK_E = 16  # experts per program
 _BLOCK_K = 256  # columns per program
-_ROWS = 16  # of a tile of tokens
+
+
+@triton.jit
+def _normed_rows(
+    source,  # [tokens, HIDDEN]
+    norm,  # [HIDDEN]
+    scale,  # [ROWS]: of each row
+    normed,  # [tokens, HIDDEN]
+    tokens,
+    HIDDEN: tl.constexpr,
+    NORMED: tl.constexpr,  # rows of a tile: there may be fewer tokens than ROWS
+    COLUMNS: tl.constexpr,  # of a tile
+):
+    """Write the normed rows."""
+    t = tl.arange(0, NORMED)
+    own_scale = tl.gather(scale, t, 0)
+    for start in range(0, HIDDEN, COLUMNS):
+        c = start + tl.arange(0, COLUMNS)
+        real = (t < tokens)[:, None] & (c < HIDDEN)[None, :]
+        to = t[:, None] * HIDDEN + c[None, :]
+        summed = tl.load(source + to, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
+        column = tl.load(norm + c, mask=c < HIDDEN, other=0.0).to(tl.float32)
+        result = summed * own_scale[:, None] * column[None, :]
+        tl.store(normed + to, result.to(normed.dtype.element_ty), mask=real)
 
 
 @kernel(do_not_specialize=["tokens", "slots"])
@@ -28,25 +59,28 @@ def _router_few(
     x,  # [tokens, HIDDEN]
     residual,  # [tokens, HIDDEN], if ADD
     norm,  # [HIDDEN], if NORM
-    weight,  # [E, HIDDEN]
+    weight,  # [OUTPUTS, HIDDEN]
     bias,  # [E], if BIAS
     correction,  # float32 [E], if CORRECTION
-    parts,  # float32 [SPLITS, BLOCK_M, E]
+    parts,  # float32 [SPLITS, BLOCK_M, OUTPUTS]
     squares,  # float32 [SPLITS, BLOCK_M], if NORM
     arrived,  # int32 [1], 0 before and after
     total,  # [tokens, HIDDEN]: x + residual, if ADD
     normed,  # [tokens, HIDDEN], if NORM
-    ids,  # int32 [tokens, TOP_K]
-    weights,  # float32 [tokens, TOP_K]
-    active,  # int32 [slots]
+    ids,  # int32 [tokens, TOP_K + SHARED]
+    weights,  # float32 [tokens, TOP_K + SHARED]
+    active,  # int32 [slots + SHARED], unless ONE
     tokens,
     slots,
     eps,
     scale,
     HIDDEN: tl.constexpr,
     E: tl.constexpr,
-    E_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -58,6 +92,7 @@ def _router_few(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
+    ONE: tl.constexpr,  # there is one token, whose experts need no list
     ROWS: tl.constexpr,  # routed rows, at least the number of tokens
     NORMED: tl.constexpr,  # normed rows, at least the number of tokens
     SPLITS: tl.constexpr,
@@ -68,14 +103,16 @@ def _router_few(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles of experts, SPLITS)."""
+    OUTPUTS: tl.constexpr = E + SHARED_GATE
     tile, split = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     e = tile * BLOCK_E + tl.arange(0, BLOCK_E)
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     m = tl.arange(0, BLOCK_M)
+    has_expert = e < OUTPUTS
     w = tl.load(
-        weight + e[:, None] * HIDDEN + k[None, :], mask=(e < E)[:, None] & (k < HIDDEN)[None, :], other=0.0
+        weight + e[:, None] * HIDDEN + k[None, :], mask=has_expert[:, None] & (k < HIDDEN)[None, :], other=0.0
     )
     if NORM:
         gain = tl.load(norm + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
@@ -93,50 +130,49 @@ def _router_few(
                 tl.store(total + at, rounded, mask=inside)
             value = rounded.to(tl.float32)
         if tile == 0:
-            tl.store(squares + split * BLOCK_M + m, tl.sum(value * value, 1))
+            tl.store(squares + split * BLOCK_M + m, tl.sum(value * value, 1), mask=m < tokens)
         a = (value * gain[None, :]).to(a.dtype)
     part = tl.dot(w, tl.trans(a), input_precision="ieee")
-    tl.store(parts + (split * BLOCK_M + m[None, :]) * E + e[:, None], part, mask=(e < E)[:, None])
+    to_part = parts + (split * BLOCK_M + m[None, :]) * OUTPUTS + e[:, None]
+    tl.store(to_part, part, mask=has_expert[:, None] & (m < tokens)[None, :])
     tl.debug_barrier()  # complete the program's stores before its arrival is counted
     programs = tl.num_programs(0) * SPLITS
     if tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1:
         tl.store(arrived, 0)
         r = tl.arange(0, ROWS)
-        every = tl.arange(0, E_PAD)
-        logits = tl.zeros([ROWS, E_PAD], tl.float32)
+        every = experts_of_tile(PARTS, LANES)
+        of_tile = r[None, :, None]
+        j = tl.arange(0, K_PAD)
+        there = (r < tokens)[:, None] & (j < TOP_K + SHARED)[None, :]
+        logits = tl.zeros([PARTS, ROWS, LANES], tl.float32)
+        gate = tl.zeros([ROWS, K_PAD], tl.float32)
         for s in tl.static_range(SPLITS):
-            place = parts + (s * BLOCK_M + r[:, None]) * E + every[None, :]
-            logits += tl.load(place, mask=(every < E)[None, :], other=0.0, cache_modifier=".cg")
+            place = parts + (s * BLOCK_M + of_tile) * OUTPUTS + every
+            logits += tl.load(place, mask=(of_tile < tokens) & (every < E), other=0.0, cache_modifier=".cg")
+            if SHARED_GATE:
+                of_gate = parts + (s * BLOCK_M + r[:, None]) * OUTPUTS + E + 0 * j[None, :]
+                gate += tl.load(of_gate, mask=there, other=0.0, cache_modifier=".cg")
         if NORM:
             power = tl.zeros([ROWS], tl.float32)
             for s in tl.static_range(SPLITS):
-                power += tl.load(squares + s * BLOCK_M + r, cache_modifier=".cg")
+                power += tl.load(squares + s * BLOCK_M + r, mask=r < tokens, other=0.0, cache_modifier=".cg")
             row_scale = tl.rsqrt(power / HIDDEN + eps)
-            logits *= row_scale[:, None]
+            logits *= row_scale[None, :, None]
+            gate *= row_scale[:, None]
+            _normed_rows(
+                total if ADD else x, norm, row_scale, normed, tokens, HIDDEN, NORMED, COLUMNS
+            )  # fmt: skip
         if BIAS:
-            logits += tl.load(bias + every, mask=every < E, other=0.0).to(tl.float32)[None, :]
+            logits += tl.load(bias + every, mask=every < E, other=0.0).to(tl.float32)
         mine, share, chosen = route_rows(
-            logits, correction, scale, E, TOP_K, K_PAD, SIGMOID, CORRECTION, RENORMALISE, GROUPS, G_PAD, TOP_GROUPS,
-            TWO,
+            logits, gate, correction, scale, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION, RENORMALISE,
+            GROUPS, G_PAD, TOP_GROUPS, TWO,
         )  # fmt: skip
-        j = tl.arange(0, K_PAD)
-        there = (r < tokens)[:, None] & (j < TOP_K)[None, :]
-        tl.store(ids + r[:, None] * TOP_K + j[None, :], mine, mask=there)
-        tl.store(weights + r[:, None] * TOP_K + j[None, :], share, mask=there)
-        list_chosen(tl.sum((chosen & (r < tokens)[:, None]).to(tl.int32), 0), active, slots, E)
-        if NORM:
-            source = total if ADD else x
-            # In tiles of NORMED rows: there may be fewer tokens than routed rows.
-            t = tl.arange(0, NORMED)
-            own_scale = tl.gather(row_scale, t, 0)
-            for start in range(0, HIDDEN, COLUMNS):
-                c = start + tl.arange(0, COLUMNS)
-                real = (t < tokens)[:, None] & (c < HIDDEN)[None, :]
-                to = t[:, None] * HIDDEN + c[None, :]
-                summed = tl.load(source + to, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
-                column = tl.load(norm + c, mask=c < HIDDEN, other=0.0).to(tl.float32)
-                result = summed * own_scale[:, None] * column[None, :]
-                tl.store(normed + to, result.to(normed.dtype.element_ty), mask=real)
+        tl.store(ids + r[:, None] * (TOP_K + SHARED) + j[None, :], mine, mask=there)
+        tl.store(weights + r[:, None] * (TOP_K + SHARED) + j[None, :], share, mask=there)
+        if not ONE:
+            count = tl.sum((chosen & (of_tile < tokens)).to(tl.int32), 1)
+            list_chosen(tl.reshape(count, [PARTS * LANES]), active, slots, E, SHARED)
 
 
 def norm_and_route(
@@ -157,7 +193,7 @@ def norm_and_route(
         residual: added to x before the norm, or None.
         norm: weight of the RMS norm [hidden], or None: x is the input of the router.
         eps: of the norm.
-        weight: of the router, [experts, hidden], contiguous.
+        weight: of the router, [experts, hidden], contiguous; behind it the gate of the shared experts, if they have one.
         bias: of the router, [experts], or None.
         correction: float32 [experts], or None.
         rule: from `rule_arguments`.
@@ -166,25 +202,25 @@ def norm_and_route(
     Returns:
         The choice; the normed rows [tokens, hidden]; and the sum x + residual. Without a norm both are x.
     """
-    (tokens, hidden), experts, top_k = x.shape, weight.shape[0], rule["TOP_K"]
+    (tokens, hidden), outputs = x.shape, weight.shape[0]
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, device=x.device, dtype=dtype)
 
     splits = triton.cdiv(hidden, _BLOCK_K)
-    rows, normed_rows = block_rows(tokens), triton.next_power_of_2(tokens)
-    ids, weights = scratch(tokens, top_k, dtype=torch.int32), scratch(tokens, top_k)
-    active = scratch(min(experts, tokens * top_k), dtype=torch.int32)
+    rows, normed_rows, block_m = block_rows(tokens), triton.next_power_of_2(tokens), rows_of_tile(tokens)
+    ids, weights, slots = empty_choice(tokens, rule, x.device)
+    active = ids[0] if tokens == 1 else scratch(slots + rule["SHARED"], dtype=torch.int32)
     normed = x if norm is None else torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     pdl = target_of(x.device).has_dependent_launch
-    _router_few[(triton.cdiv(experts, _BLOCK_E), splits)](
+    _router_few[(triton.cdiv(outputs, _BLOCK_E), splits)](
         x, total if residual is None else residual, x if norm is None else norm, weight,
         weight if bias is None else bias, weights if correction is None else correction,
-        scratch(splits, _ROWS, experts), scratch(splits, _ROWS), arrived, total, normed, ids, weights, active,
-        tokens, len(active), eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
-        NORM=norm is not None, ADD=residual is not None, ROWS=rows, NORMED=normed_rows, SPLITS=splits,
-        BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
+        scratch(splits, block_m, outputs), scratch(splits, block_m), arrived, total, normed, ids, weights, active,
+        tokens, slots, eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
+        NORM=norm is not None, ADD=residual is not None, ONE=tokens == 1, ROWS=rows, NORMED=normed_rows,
+        SPLITS=splits, BLOCK_M=block_m, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
         COLUMNS=min(triton.next_power_of_2(hidden), (1 << 13) // normed_rows), PDL=pdl,
         num_warps=rows,  # so that no two warps share a routed row
         launch_pdl=pdl, **rule,

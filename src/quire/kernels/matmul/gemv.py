@@ -25,7 +25,7 @@ MOST_ROWS = 2
 
 
 @triton.jit
-def _chunk(weight, row, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
+def load_chunk(weight, row, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
     """Load a chunk of columns of the rows `row`. They are read once, so the caches may evict them first."""
     k = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     at = weight + row.to(tl.int64)[:, None] * K + k
@@ -36,7 +36,7 @@ def _chunk(weight, row, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit
-def _with(items, item):
+def appended(items, item):
     return items + (item,)
 
 
@@ -81,13 +81,13 @@ def _gemv(
         row = tl.minimum(tile * OUTS + r, outputs - 1)
     chunks = ()
     for c in tl.static_range(DEPTH):
-        chunks = _with(chunks, _chunk(weight, row, c, K, CHUNK))
+        chunks = appended(chunks, load_chunk(weight, row, c, K, CHUNK))
     column = tl.arange(0, CHUNK)
     gains = ()
     if NORM:
         for c in tl.static_range(CHUNKS):
             k = c * CHUNK + column
-            gains = _with(gains, tl.load(norm + k, mask=k < K, other=0.0))
+            gains = appended(gains, tl.load(norm + k, mask=k < K, other=0.0))
     out = tile * OUTS + tl.arange(0, OUTS)
     there = out < outputs
     if SCALES == "row":
@@ -99,9 +99,9 @@ def _gemv(
             k = c * CHUNK + column
             at = scale + k // 128 * scale_stride
             first = tl.minimum(tile * OUTS, outputs - 1)
-            block_scales = _with(block_scales, tl.load(at + first // 128, mask=k < K, other=0.0))
+            block_scales = appended(block_scales, tl.load(at + first // 128, mask=k < K, other=0.0))
             if GATED:
-                up_scales = _with(up_scales, tl.load(at + (outputs + first) // 128, mask=k < K, other=0.0))
+                up_scales = appended(up_scales, tl.load(at + (outputs + first) // 128, mask=k < K, other=0.0))
     if BIAS:
         offset = tl.load(bias + out, mask=there, other=0.0).to(tl.float32)
         if GATED:
@@ -123,7 +123,7 @@ def _gemv(
                     value += tl.load(residual + m * K + k, mask=k < K, other=0.0).to(tl.float32)
                     value = value.to(dtype).to(tl.float32)
                 squares += value * value
-                stream = _with(stream, value)
+                stream = appended(stream, value)
             scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         products = tl.zeros([ROWS, CHUNK], tl.float32)
         for c in tl.static_range(CHUNKS):
@@ -133,7 +133,7 @@ def _gemv(
             else:
                 value = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
             if m == 0 and c + DEPTH < CHUNKS:
-                chunks = _with(chunks, _chunk(weight, row, c + DEPTH, K, CHUNK))
+                chunks = appended(chunks, load_chunk(weight, row, c + DEPTH, K, CHUNK))
             if SCALES == "block" and GATED:
                 of_row = tl.where((r % 2 == 0)[:, None], block_scales[c][None, :], up_scales[c][None, :])
                 products += chunks[c].to(tl.float32) * (value[None, :] * of_row)

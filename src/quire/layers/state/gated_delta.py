@@ -34,9 +34,17 @@ class GatedDeltaNet(StateMixer):
         key_width, value_width = self.keys * params.key_dim, self.heads * params.value_dim
         self.sizes = [2 * key_width + value_width, value_width, self.heads, self.heads]
         self.qkv_sizes = [key_width, key_width, value_width]
+        # Few rows of one token take one kernel, if there is one.
+        self.step = self.ops.delta_step(
+            self.keys, params.key_dim, self.heads, params.value_dim, self.taps, self.rate, self.step_bias,
+            self.norm_weight, self.eps,
+        )  # fmt: skip
 
     def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         params = self.params
+        if self.step is not None and self.step.takes(rows):
+            window, matrices = state
+            return self.step(projected, window, matrices, rows)
         qkv, z, b, a = projected.split(self.sizes, 1)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.split(self.qkv_sizes, 1)

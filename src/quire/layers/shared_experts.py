@@ -18,6 +18,8 @@ from quire.layers.routing_params import Routing
 from quire.quant.base import Part
 from quire.quant.loading import open_packed
 
+# Kernels pad the number of experts to a power of two. With 1,024 the one that groups tokens takes minutes to compile.
+_MOST_EXPERTS = 512
 # Names of the projections of the MLP.
 _GATE, _UP, _DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -68,7 +70,7 @@ def stack_shared(
 ) -> StackedShared | None:
     """Return how the shared experts are stacked behind the routed ones; None if they cannot be.
 
-    They have to be a multiple of an expert's `width`, on a device whose kernels run the experts. Whether the two are
+    They have to be a multiple of an expert's `width`, and not too many with the routed ones, on a device whose kernels run the experts. Whether the two are
     stored alike shows when they are loaded.
 
     Args:
@@ -82,6 +84,8 @@ def stack_shared(
         gate: name of the gate, or None.
     """
     if not shared_size or shared_size % width or routing.scores == "sparsemixer":
+        return None
+    if routing.num_experts + shared_size // width > _MOST_EXPERTS:
         return None
     if (
         env.experts.exchange is not None

@@ -87,11 +87,11 @@ class Worker:
             run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
             self._run_request(usual, size)
             if compilation.any_missing():  # then those of other sizes are missing too: better now than later
+                usual.run_common()
                 self._run_prompt(usual, size, _SHORT_PROMPT_TOKENS)
                 for count in _KERNEL_ROW_COUNTS:
                     if count <= rows:
                         run_step(usual, count, 1)
-                usual.run_common()
         del eager, usual, blocks
         torch.cuda.empty_cache()
 

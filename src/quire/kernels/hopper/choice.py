@@ -1,4 +1,7 @@
-"""Which products `rows_product` computes, and with which variant. Measured on an H100 (benchmarks/hopper_rows.py)."""
+"""Which products `rows_product` computes, and with which variant.
+
+Measured on an H100 and an H200 (benchmarks/hopper_rows.py, results/h200-hopper-rows.json).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from quire.kernels.hopper.rows import Variant
 
 LEAST_ROWS = 17  # fewer are multiplied by kernels that read W without the matrix units, or with fewer rows
 _ROWS = (32, 64, 96, 128, 192, 256)  # of variants: each takes seconds to compile
-_FEW_ROWS, _MANY_ROWS = 64, 128
-_LONG = 8192  # inputs from which the library, which hardly divides them, is slower up to `_MANY_ROWS`
-_INPUTS = 512  # at least, of a part
+_SHORT, _LONG = 1024, 8192  # inputs up to which the library is faster sooner, and beyond which later
+_PART = 512  # fewest inputs of a part
 _MOST_PARTS = 6
 
 
@@ -20,11 +22,15 @@ def most_rows_for(format: str, inputs: int, gated: bool) -> int:
     Args:
         format: of `Variant`.
         inputs: of the weight.
-        gated: whether the kernel also computes the activation of a gated MLP.
+        gated: whether the kernel also computes the activation of a gated MLP, which saves a kernel.
     """
     if format == "int4":
-        return 256
-    return _MANY_ROWS if format == "half" and (inputs > _LONG or gated) else _FEW_ROWS
+        return 256 if inputs >= 4096 else 128
+    if format == "fp8":
+        return 64
+    if gated:
+        return 128 if inputs > _SHORT else 64
+    return 32 if inputs <= _SHORT else 128 if inputs > _LONG else 64
 
 
 def variant_for(
@@ -46,7 +52,7 @@ def variant_for(
     """
     padded = next(size for size in _ROWS if size >= rows)
     tiles = -(-outputs // 128)
-    if tiles > sms and padded <= (64 if format == "int4" else 128):
+    if tiles > sms and padded <= 128:
         return Variant(padded, 256, dtype, format, kind, group, half), 1
-    parts = max(1, min(3 * sms // 4 // tiles, (inputs - 1) // _INPUTS, _MOST_PARTS))
+    parts = max(1, min(3 * sms // 4 // tiles, inputs // _PART, _MOST_PARTS))
     return Variant(padded, 128, dtype, format, kind, group, half), parts

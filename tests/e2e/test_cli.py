@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.cli.main import main
+from quire.quant.packed import can_pack
 
 
 def quire(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -82,7 +84,8 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["quire"]["version"] and found["machine"]["memory"]["total_bytes"] > 1 << 28
     assert found["plan"]["prefix_caching"] is True and found["plan"]["max_num_seqs"] == 32
-    assert found["memory_map"]["weights"]["bytes"] == 20_840_448
+    parameters = 10_420_224
+    assert found["memory_map"]["weights"]["bytes"] == parameters * (2 if can_pack(torch.bfloat16) else 4)
     assert main(["doctor", "/no/such/model", "--json"]) == 1
     out, err = capsys.readouterr()
     assert (

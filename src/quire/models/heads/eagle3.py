@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from quire.attention.base import ForwardBatch, KVLayer
-from quire.kernels import available
 from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
+from quire.layers.part_vocabulary import PartVocabulary
 from quire.layers.residual import NormedLayer, ResidualAdd
 from quire.layers.rope import Rope
 from quire.models.decoder import find_prefix
@@ -157,11 +157,4 @@ class Eagle3Head:
         ids, vocab = self._token_ids(env), self._spec.layer.vocab_size
         if ids is None:
             return lambda logits: logits
-        if available(env.device):
-            # Imported here: an installation for CPUs has no Triton.
-            from quire.kernels.draft_pairs import spread
-
-            row_of = torch.full((vocab,), -1, dtype=torch.int32, device=env.device)
-            row_of[ids] = torch.arange(len(ids), dtype=torch.int32, device=env.device)
-            return lambda logits: spread(logits, row_of)
-        return lambda logits: logits.new_full((len(logits), vocab), float("-inf")).index_copy_(1, ids, logits)
+        return PartVocabulary(ids, vocab)

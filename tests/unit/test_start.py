@@ -103,8 +103,9 @@ def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch:
         return runner
 
     monkeypatch.setattr(Worker, "allocate", noted)
-    start_engine(EngineConfig(**SMALL, max_model_len=100))[0].close()
-    start_engine(EngineConfig(**SMALL))[0].close()
-    lowered = EngineConfig(**{**SMALL, "kv_cache_memory": 20 * 57344})
+    small = {**SMALL, "dtype": "bfloat16"}  # which says how large a block is
+    start_engine(EngineConfig(**small, max_model_len=100))[0].close()
+    start_engine(EngineConfig(**small))[0].close()
+    lowered = EngineConfig(**{**small, "kv_cache_memory": 20 * 57344})
     start_engine(lowered)[0].close()
     assert made == [(100, 100), (2048, 2048), (320, 320)]

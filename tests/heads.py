@@ -311,7 +311,8 @@ class Recorder:
         learn = FeatureDrafter.learn
 
         def keep(drafter: FeatureDrafter, batch: Any, hidden: torch.Tensor) -> None:
-            states = drafter._head._features() if hasattr(drafter._head, "_features") else hidden
+            head = drafter._head
+            states = head.features() if hasattr(head, "features") else hidden
             for position, state in zip(batch.positions.tolist(), states):
                 self.features[position] = state.clone()
             learn(drafter, batch, hidden)

@@ -208,8 +208,8 @@ def test_chunks_fill_steps_of_common_sizes() -> None:
         (20, 40, 40),  # below the smallest size
         (20, 3000, 3000),  # beyond the largest one nothing is padded
     ):
-        assert budget._filling(rows, tokens) == filling, (rows, tokens)
-    assert LatencyBudget(8192, RequestTargets())._filling(20, 500) == 500, "nothing is padded"
+        assert budget.filling(rows, tokens) == filling, (rows, tokens)
+    assert LatencyBudget(8192, RequestTargets()).filling(20, 500) == 500, "nothing is padded"
 
 
 def test_captures_do_not_shorten_chunks() -> None:

@@ -148,9 +148,9 @@ class LatencyBudget:
         if fitting is None:
             return min(_FIRST_TOKENS, self._most)
         tokens = int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
-        return self._filling(load.rows, tokens)
+        return self.filling(load.rows, tokens)
 
-    def _filling(self, rows: int, tokens: int) -> int:
+    def filling(self, rows: int, tokens: int) -> int:
         """Return at most `tokens` prompt tokens, so that a step with `rows` more tokens needs no padding."""
         index = bisect_right(self._sizes, rows + tokens)
         if not 0 < index < len(self._sizes):

@@ -122,7 +122,7 @@ class Variant:
         )
 
 
-class _Arguments(ctypes.Structure):
+class _KernelArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("y", "bias", "residual", "w_scale", "w_zero", "x_scale")),
         *((name, ctypes.c_uint32) for name in ("rows", "outputs", "steps", "groups")),
@@ -214,7 +214,7 @@ def rows_product(
         return y
     tiles = -(-weight.outputs // variant.outs)
     pointers = (y, weight.bias, residual, weight.scale, weight.zero, x_scale)
-    arguments = _Arguments(
+    arguments = _KernelArguments(
         *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
         x.shape[0],
         outputs,

@@ -69,7 +69,7 @@ class Eagle3Head:
     def __init__(
         self, env: Env, spec: Eagle3Spec, embed: Embedding, features: Callable[[], torch.Tensor]
     ) -> None:
-        layer, self._features, self._spec = spec.layer, features, spec
+        layer, self.features, self._spec = spec.layer, features, spec
         hidden, dim = layer.hidden_size, layer.head_dim
         root = find_prefix(env.weights, "fc.weight", PREFIXES)
         middle = (
@@ -139,7 +139,7 @@ class Eagle3Head:
         return ids.to(env.device)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.fc(self._features())
+        return self.fc(self.features())
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         normed = self.hidden_norm.alone(hidden)

@@ -39,7 +39,7 @@ def samples(server: Server, name: str) -> dict[str, float]:
 
 def test_a_replica_killed_under_load_is_replaced_and_the_others_go_on() -> None:
     with serving(*SLOW, "-dp", str(REPLICAS)) as server, ThreadPoolExecutor(STREAMS) as pool:
-        runs = [pool.submit(stream, server, i, 150) for i in range(STREAMS)]
+        runs = [pool.submit(stream, server, i, 400) for i in range(STREAMS)]
 
         def busy() -> bool:
             counts = server.stats()

@@ -44,7 +44,7 @@ class DraftSource(NamedTuple):
         path: folder of its checkpoint.
         spec: sizes of its layers.
         is_sharded: each rank has a part of it, as of the model; otherwise each rank has the whole.
-        head: the configuration, if it is a head with a checkpoint of its own.
+        head: the configuration, if it is a head with a separate checkpoint.
     """
 
     path: Path

@@ -28,7 +28,7 @@ class StepPadding(Protocol):
 
 
 class NoPadding:
-    """A `StepPadding` of an engine that runs steps as they are."""
+    """A `StepPadding` that pads nothing."""
 
     def run(self, load: StepLoad) -> tuple[StepLoad, bool]:
         return load, False

@@ -1,7 +1,7 @@
 """Router and experts in Triton kernels, for a GPU; everything can be captured in a CUDA graph.
 
 Up to 16 tokens take three kernels: norm, product and rule of the router; gate and up of the chosen experts; their down
-projections and the weighted sum. One token has kernels of its own. More tokens are grouped by expert first. Import this module only if `fuses_experts`
+projections and the weighted sum. A single token uses matrix-vector kernels. More tokens are grouped by expert first. Import this module only if `fuses_experts`
 returns True.
 """
 

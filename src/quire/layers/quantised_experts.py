@@ -1,6 +1,7 @@
 """Quantised experts in Triton kernels, for a GPU; everything can be captured in a CUDA graph.
 
-Up to 16 tokens read only the packed weights of the chosen experts; one token has kernels of its own for FP8, INT8 and MXFP4.
+Up to 16 tokens read only the packed weights of the chosen experts. A single token uses matrix-vector kernels if these are
+FP8, INT8 or MXFP4.
 More tokens are grouped by expert. Import this module only if `fuses_experts` returns True.
 """
 

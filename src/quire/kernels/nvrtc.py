@@ -1,6 +1,7 @@
 """Compilation of CUDA C++ at run time by NVRTC, which PyTorch brings along, with a cache on disk.
 
-No CUDA toolkit is needed. The result is a cubin for one architecture.
+No CUDA toolkit is needed. The result is a cubin for one architecture. NVRTC is a system library, or a part of the Python
+packages that a CUDA build of PyTorch requires.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+import torch
 
 
 def cache_folder() -> Path:
@@ -29,7 +33,7 @@ def compiled(source: str, options: tuple[str, ...], folder: Path | None = None) 
     Raises:
         RuntimeError: if NVRTC is missing or refuses the source; contains its messages.
     """
-    library = _library()
+    library = load_library()
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     version = f"{major.value}.{minor.value}"
@@ -49,20 +53,55 @@ def compiled(source: str, options: tuple[str, ...], folder: Path | None = None) 
     return binary
 
 
-def _library() -> ctypes.CDLL:
-    for name in _LIBRARIES:
+def available() -> bool:
+    """Return whether NVRTC can be loaded."""
+    try:
+        return bool(load_library())
+    except RuntimeError:
+        return False
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Return NVRTC.
+
+    Raises:
+        RuntimeError: if it is missing.
+    """
+    for name in library_names():
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeError(f"NVRTC is missing: none of {', '.join(_LIBRARIES)} can be loaded")
+    for path in package_libraries():
+        # NVRTC opens its other half by name, which is found if it is loaded already.
+        for other in path.parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(other), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+    raise RuntimeError(
+        f"NVRTC is missing: neither {' nor '.join(library_names())} nor a package nvidia-cuda-nvrtc is installed; "
+        "reinstall the CUDA build of torch, which requires it"
+    )
+
+
+def library_names() -> tuple[str, ...]:
+    """Return the names under which a system has the NVRTC of PyTorch's version of CUDA."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return f"libnvrtc.so.{major}", "libnvrtc.so"
+
+
+def package_libraries() -> Iterator[Path]:
+    """Yield the NVRTC of the Python packages of CUDA, which are not on the system's library path."""
+    spec = find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from sorted(Path(folder).glob(f"*/lib/{library_names()[0]}"))
 
 
 def _compile(library: ctypes.CDLL, source: str, options: tuple[str, ...]) -> bytes:
     program = ctypes.c_void_p()
     _check(
         library,
-        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"decode_step.cu", 0, None, None),
+        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None),
     )
     try:
         encoded = [option.encode() for option in options]

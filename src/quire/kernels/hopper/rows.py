@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels import nvrtc
 from quire.kernels.driver import LoadedKernel, tensor_map
 from quire.kernels.jit import compiles_only
-from quire.kernels.nvrtc import compiled
-from quire.kernels.target import target_of
+from quire.kernels.target import log_choice, target_of
 
 _FOLDER = Path(__file__).parent
 FORMATS = ("half", "fp8", "int4")
@@ -146,7 +146,7 @@ def prepare(variant: Variant, device: torch.device) -> Future[LoadedKernel]:
 
 
 def _load(variant: Variant, device: torch.device) -> LoadedKernel:
-    binary = compiled(variant.source(), variant.options(f"sm_{target_of(device).capability}a"))
+    binary = nvrtc.compiled(variant.source(), variant.options(f"sm_{target_of(device).capability}a"))
     return LoadedKernel(binary, "rows_product", variant.shared_bytes, device)
 
 
@@ -184,7 +184,17 @@ def takes(weight: torch.Tensor) -> bool:
         and weight.shape[1] * weight.element_size() % 128 == 0
         and weight.shape[0] % (128 if weight.dtype == torch.uint8 else 32) == 0
         and weight.shape[0] >= 128
+        and _compiles()
     )
+
+
+def _compiles() -> bool:
+    if found := nvrtc.available():
+        return found
+    log_choice(
+        "products of 17 to 256 rows by PyTorch, because NVRTC is missing; reinstall the CUDA build of torch"
+    )
+    return False
 
 
 def rows_product(

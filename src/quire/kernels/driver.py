@@ -11,19 +11,18 @@ from functools import cache
 
 import torch
 
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 Argument = ctypes.Structure | ctypes.c_uint64 | ctypes.c_int  # of a kernel
 
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
 
 class TensorMap(ctypes.Structure):
-    """A matrix as the copy engine sees it: CUtensorMap, which must be aligned to 64 bytes."""
+    """A matrix as the copy engine sees it: CUtensorMap."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
-    _align_ = 64
 
 
 class _Attribute(ctypes.Structure):
@@ -67,8 +66,7 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
     rows, columns = matrix.shape
     size = matrix.element_size()
     dtype = matrix.dtype if size > 1 else torch.uint8
-    result = TensorMap()
-    # ctypes ignores `_align_` before Python 3.13, so the map is made in an aligned part of a larger buffer.
+    # The driver writes to an address that is a multiple of 64. ctypes aligns structures only since Python 3.13.
     buffer = ctypes.create_string_buffer(192)
     at = -ctypes.addressof(buffer) % 64 + ctypes.addressof(buffer)
     _check(
@@ -87,8 +85,7 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
             0,
         )
     )
-    ctypes.memmove(ctypes.addressof(result), at, ctypes.sizeof(result))
-    return result
+    return TensorMap.from_buffer_copy(buffer, at - ctypes.addressof(buffer))
 
 
 class LoadedKernel:

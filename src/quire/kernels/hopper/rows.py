@@ -78,11 +78,12 @@ class Variant:
         )  # 1024: to align
 
     def source(self) -> str:
-        names = ("hopper.h", "rows.cu", "nibbles.h")
-        header, kernel, nibbles = ((_FOLDER / name).read_text(encoding="utf-8") for name in names)
-        if self.format == "int4":
-            kernel = kernel.replace("#if FORMAT != INT4\n", nibbles + "\n#if FORMAT != INT4\n", 1)
-        return "\n".join((header, f"constexpr u32 ROWS = {self.rows};", self._multiply(), kernel))
+        """Return the CUDA C++ of the kernel."""
+        consume = "nibbles.h" if self.format == "int4" else "numbers.h"
+        rows = f"constexpr u32 ROWS = {self.rows};"
+        return "\n".join(
+            (_text("hopper.h"), rows, self._multiply(), *map(_text, ("rows.h", consume, "rows.cu")))
+        )
 
     def options(self, architecture: str) -> tuple[str, ...]:
         """Return NVRTC's options; `architecture` is like sm_90a."""
@@ -120,6 +121,10 @@ class Variant:
             f'keep, 1, 1{transposes};\\n}}"\n'
             f'        : {outputs} : {given}, "l"(x), "r"(keep));\n}}\n'
         )
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 class _KernelArguments(ctypes.Structure):

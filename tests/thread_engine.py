@@ -42,7 +42,7 @@ class RankThread:
         try:
             channel.poll(60.0)
             start = messages.decode_start(channel.receive())
-            rank_process._run(start, channel, ChannelReader(channel), PhaseSpans())
+            rank_process.run_rank(start, channel, ChannelReader(channel), PhaseSpans())
         except EOFError:  # killed
             pass
         except BaseException as error:

@@ -77,7 +77,7 @@ def _main(
             import quire.rank  # noqa: F401  (imports torch, while the host does the same)
         if not channel.poll(_START_S):
             return 1
-        _run(msg.decode_start(channel.receive()), channel, make_reader(channel), times, compilers)
+        run_rank(msg.decode_start(channel.receive()), channel, make_reader(channel), times, compilers)
         return 0
     except EOFError:  # the host is gone
         return 1
@@ -96,9 +96,25 @@ def _end_with_host(channel: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(
-    start: msg.StartRank, channel: Channel, plans: PlanReader, times: PhaseSpans, compilers: Compilers
+def run_rank(
+    start: msg.StartRank,
+    channel: Channel,
+    plans: PlanReader,
+    times: PhaseSpans,
+    compilers: Compilers = NO_COMPILERS,
 ) -> None:
+    """Make a rank, and run what the host's messages ask for until one of them says to end.
+
+    Args:
+        start: the engine's settings and this rank's number.
+        channel: takes results and errors back to the host.
+        plans: gives the host's messages.
+        times: measures the phases of the start.
+        compilers: the processes that compile the rank's kernels.
+
+    Raises:
+        EOFError: the host is gone.
+    """
     from quire.frontend.location import locate_model
     from quire.models.config.load import load_spec
     from quire.rank import Rank

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from packing import need_packed
 from quantised import FORMS, WeightMaker
 from quire.kernels.cpu import compiled_kernels
 from quire.kernels.cpu.experts import ExpertFunctions, RuleOfRouter
@@ -137,6 +138,7 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float) -> None:
 def test_plain_experts(
     dtype: torch.dtype, sizes: tuple[int, int], activation: str, kernels: CpuKernels
 ) -> None:
+    need_packed(dtype)
     torch.manual_seed(0)
     weights = plain_weights(*sizes, dtype, biased=activation == "clamped_swiglu")
     experts = few(make_experts(env_with(kernels, dtype), weights, activation))
@@ -195,6 +197,7 @@ def test_experts_without_a_gate(kernels: CpuKernels) -> None:
 def test_a_row_does_not_depend_on_the_others(form: str, kernels: CpuKernels) -> None:
     torch.manual_seed(0)
     if form == "bf16":
+        need_packed(torch.bfloat16)
         weights = plain_weights(64, 48, torch.bfloat16)
     else:
         weights = ExpertWeights(stacked(form, 256, 128), stacked(form, 128, 128))

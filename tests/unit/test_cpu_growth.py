@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from packing import need_packed
 from quire.attention import gathered, reference
 from quire.attention.reference import ReferenceAttention
 from quire.layers import rope
 from quire.layers.rope import Rope
 from quire.layers.rope_params import RopeParams
 from quire.quant.base import PlainMatmul
-from quire.quant.packed import PackedMatmul, can_pack, pack, padded_rows
+from quire.quant.packed import PackedMatmul, pack, padded_rows
 from ragged import Layer, check, make_case
 
 
@@ -27,8 +28,7 @@ def test_numbers_of_rows_that_a_product_is_asked_for_are_few() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_is_not_seen(dtype: torch.dtype) -> None:
-    if not can_pack(dtype):
-        pytest.skip(f"oneDNN packs no weights in {dtype} here")
+    need_packed(dtype)
     weight, bias = torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
     matmul, asked = PackedMatmul(weight, bias), set[int]()
     multiply = matmul.multiply

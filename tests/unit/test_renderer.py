@@ -137,8 +137,8 @@ def test_an_attack_slows_no_other_rendering(renderer: TemplateRenderer) -> None:
     answers = 0
     while attack.is_alive():
         assert renderer.render("{{ 1 }}", {}) == "1"
-        answers += 1
-    assert answers > 3
+        answers += attack.is_alive()
+    assert answers, "no rendering began and ended during the attack"
 
 
 def outcome(renderer: TemplateRenderer, source: str, variables: dict[str, Any] = VARIABLES) -> str:

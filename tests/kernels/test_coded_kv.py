@@ -16,13 +16,14 @@ from quire.attention.reference import ReferenceAttention
 from quire.config import triton_interpreted
 from quire.kernels.cpu import compiled_kernels
 from quire.types import KVCodes
-from ragged import Case, Layer, Rows, check, check_packed, make_case
+from ragged import Case, Layer, Rows, check, check_packed, make_case, oracle
 
 CODES = [
     KVCodes("int8"),
     KVCodes("float8_e4m3fn"),
     KVCodes("float8_e4m3fn", static=True),
 ]
+SIZES = [(part, size) for part in ("q", "k", "v") for size in (1e-8, 1e-3, 1e6)] + [("q", 0.0), ("k", 0.0)]
 BACKENDS = ["reference", "cpu", "triton"]
 
 
@@ -114,6 +115,31 @@ def test_random_batches(name: str, codes: KVCodes, seed: int) -> None:
 def test_packed_heads(name: str, codes: KVCodes, seed: int) -> None:
     case, backend = draw(name, codes, 50 + seed)
     check_packed(case, backend, normed=seed > 1)
+
+
+@pytest.mark.parametrize(("part", "magnitude"), SIZES)
+@pytest.mark.parametrize("codes", CODES[:2], ids=str)
+def test_numbers_of_any_size(codes: KVCodes, part: str, magnitude: float) -> None:
+    """Of one head of a group, or one token: the others keep their size."""
+    check_sizes(codes, part, magnitude, "cpu", torch.float32)  # the interpreter multiplies no bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("part", "magnitude"), SIZES)
+@pytest.mark.parametrize("codes", CODES[:2], ids=str)
+def test_numbers_of_any_size_on_the_gpu(codes: KVCodes, part: str, magnitude: float) -> None:
+    check_sizes(codes, part, magnitude, "cuda", torch.bfloat16)
+
+
+def check_sizes(codes: KVCodes, part: str, magnitude: float, device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, backend = Layer(4, 2, 16, 0.25, codes=codes), backend_of("triton")
+    case = make_case(random.Random(0), backend, layer, [(20, 9), (30, 1), (0, 3)], 4, device, dtype)
+    getattr(case, part)[:, 0] *= magnitude
+    getattr(case, part)[3] *= magnitude
+    got, want = backend.forward(layer, case.q, case.k, case.v, case.batch), oracle(case)
+    error = (got.double() - want).view(-1, 4, 16).norm(dim=2) / want.view(-1, 4, 16).norm(dim=2)
+    assert error.max() < (0.02 if dtype == torch.bfloat16 else 1e-3), f"relative error {error.max():.1e}"
 
 
 @pytest.mark.gpu

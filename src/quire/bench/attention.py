@@ -1,7 +1,8 @@
 """The measurements of `quire bench attention`: one layer's attention on each back end, beside a plain torch loop.
 
-Rows have random blocks. A GPU replays the calls of several layers from a graph, so that neither the launches nor the L2
-cache decide; a CPU calls them one after the other.
+Rows have random blocks, whose keys and values are codes if the spec's are; the plain loop reads plain numbers. A GPU
+replays the calls of several layers from a graph, so that neither the launches nor the L2 cache decide; a CPU calls them
+one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from quire.assembly.parts import pick_attention_parts
 from quire.attention.base import AttentionBackend, ForwardBatch
+from quire.attention.entries import round_heads
 from quire.bench.cost import Machine
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
@@ -88,6 +90,8 @@ class AttentionBench:
             )
         self.spec, self.device, self.dtype, self.machine = spec, device, dtype, machine
         self.heads, self.kv_heads, self.dim = spec.num_heads, spec.layer_kv_heads(0), spec.layer_head_dim(0)
+        name = str(dtype).removeprefix("torch.")
+        self.layout = KVLayout.keys_and_values(self.kv_heads, self.dim, name, codes=spec.kv_codes)
         self._kernels = pick_kernels(device, dtype)
 
     def backends(self) -> dict[str, AttentionBackend]:
@@ -121,8 +125,8 @@ class AttentionBench:
     def _figure(
         self, case: AttentionCase, name: str, time_s: float, programs: int | None = None
     ) -> AttentionFigure:
-        tokens, size = case.rows * case.length, self.dtype.itemsize
-        num_bytes = 2 * tokens * self.kv_heads * self.dim * size
+        tokens = case.rows * case.length
+        num_bytes = tokens * self.layout.token_bytes
         pairs = tokens * case.length / 2 if case.is_prompt else tokens
         least_s = self.machine.least_s(num_bytes, 4 * self.heads * self.dim * pairs)
         busy = None if programs is None else min(1.0, programs / target_of(self.device).sms)
@@ -158,27 +162,23 @@ class _AttentionInputs:
         self.kv_slots = blocks * block_size + self.positions % block_size
         packed = bench.heads + 2 * bench.kv_heads
         self.qkv = torch.randn(case.rows * new, packed, bench.dim, device=device).to(dtype)
-        layer_bytes = 2 * self.num_blocks * block_size * bench.kv_heads * bench.dim * dtype.itemsize
+        layer_bytes = self.num_blocks * block_size * bench.layout.token_bytes
         self.layers = max(1, min(_MOST_LAYERS, _SET_BYTES // layer_bytes))
 
     def time(self, backend: AttentionBackend) -> float:
         """Return the seconds of one layer."""
-        bench, shape = (
-            self.bench,
-            backend.kv_shape(self.num_blocks, self.block_size, self.bench.kv_heads, self.bench.dim),
-        )
-        kv = [
-            tuple(torch.randn(shape, device=bench.device).to(bench.dtype) for _ in "kv")
-            for _ in range(self.layers)
-        ]
+        bench = self.bench
+        shape = backend.kv_shape(self.num_blocks, self.block_size, bench.kv_heads, bench.dim)
+        kv = [self._entries(shape) for _ in range(self.layers)]
         batch = self._batch(kv)
         batch.attn = backend.plan(batch)
-        name = str(bench.dtype).removeprefix("torch.")
-        layout = KVLayout.keys_and_values(bench.kv_heads, bench.dim, name)
         layers = [
-            _BenchedLayer(bench.heads, bench.kv_heads, bench.dim, bench.dim**-0.5, index, layout)
+            _BenchedLayer(bench.heads, bench.kv_heads, bench.dim, bench.dim**-0.5, index, bench.layout)
             for index in range(self.layers)
         ]
+        if (codes := bench.spec.kv_codes) and codes.static:
+            for layer in layers:
+                layer.kv_scales = (torch.ones(bench.kv_heads, device=bench.device),) * 2
         q, k, v = self.qkv.split([bench.heads, bench.kv_heads, bench.kv_heads], 1)
         packed = backend.forward_packed if backend.name == "cpu" else None
         angles = torch.randn(self.case.length, bench.dim, device=bench.device).to(bench.dtype)
@@ -191,6 +191,15 @@ class _AttentionInputs:
                     backend.forward(layer, q, k, v, batch)
 
         return best_time(run, bench.device) / self.layers
+
+    def _entries(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the KV tensors of a layer: keys and values, then the scales of codes."""
+        device, codes = self.bench.device, self.bench.spec.kv_codes
+        plain = [torch.randn(shape, device=device).to(self.bench.dtype) for _ in "kv"]
+        if codes is None:
+            return tuple(plain)
+        keys, values = (round_heads(x, getattr(torch, codes.dtype)) for x in plain)
+        return (keys[0], values[0]) if codes.static else (keys[0], values[0], keys[1], values[1])
 
     def time_loop(self) -> float:
         """Return the seconds of one layer in a loop over rows, with attention written out."""

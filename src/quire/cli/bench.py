@@ -73,9 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    add_flags(
-        attention, "engine", EngineConfig, skip=set(EngineConfig.__dataclass_fields__) - {"device", "dtype"}
-    )
+    shape = {"device", "dtype", "kv_cache_dtype"}
+    add_flags(attention, "engine", EngineConfig, skip=set(EngineConfig.__dataclass_fields__) - shape)
     for kind in (throughput, latency, growth, memory, sessions, attention, compare, startup):
         add_model(kind)
     for kind in (throughput, latency, growth, memory, sessions, compare):

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from quire.assembly.device import pick_device, pick_dtype
+    from quire.assembly.kv_codes import kv_coded_spec
     from quire.bench.attention import AttentionBench, AttentionCase, AttentionFigure
     from quire.bench.latent_attention import LatentBench
     from quire.bench.machine import measure
@@ -39,8 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
     config = engine_config(args)
     device = pick_device(config.device)
-    spec = load_spec(locate_model(config.model, config.revision).path)
+    path = locate_model(config.model, config.revision).path
+    spec = load_spec(path)
     dtype = pick_dtype(config.dtype, spec, device)
+    spec = kv_coded_spec(config, path, spec, dtype, device)
     machine = measure(device, dtype)
     decoding = itertools.product(args.contexts, args.batch_sizes)
     cases = [AttentionCase(rows, length, False) for length, rows in decoding]
@@ -65,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         where = machine_line(machine.device if device.type == "cuda" else None)
         save(
             args.output_json,
-            {"model_id": config.model, "machine": where, "figures": [one.as_dict() for one in found]},
+            {
+                "model_id": config.model,
+                "kv_cache_dtype": config.kv_cache_dtype,
+                "machine": where,
+                "figures": [one.as_dict() for one in found],
+            },
         )
     return outcome.code

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.codes import fp16_queries
 from quire.kernels.attention.tile import (
     MASKED,
     KVScales,
@@ -142,7 +143,7 @@ def _long_kernel(
     table_row, scale, cap, window,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, ASM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles). A program handles TOKENS tokens of a row, each with the GROUP heads of one KV head."""
     kv_head = tl.program_id(0)
@@ -176,12 +177,13 @@ def _long_kernel(
     end = old + tl.minimum(tile + TOKENS, n)
     if WINDOW:
         begin = tl.maximum(first_key(low_pos, window, WINDOW), 0) // BLOCK_N * BLOCK_N
+    q_tile, scale = fp16_queries(q_tile, scale, CODED)
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
             head_key_scales, head_value_scales, row_table, scale, cap, window,
             block_stride, token_stride, scale_block, scale_token,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED, False, q.dtype.element_ty, ASM,
         )  # fmt: skip
 
     dim, heads = tl.arange(0, DIM_PAD), tl.num_programs(0) * GROUP
@@ -229,6 +231,10 @@ def attend_long(
     group = heads // kv_heads
     target = target_of(q.device)
     rows, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size(), group, target)
+    if scales is not None:
+        registers = (
+            None  # conversions need more; with a limit, a third of the instructions would move registers
+        )
     factor, cap = score_factors(scale, soft_cap)
     pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](
@@ -238,7 +244,7 @@ def attend_long(
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None,
+        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=scales is not None, ASM=target.has_ptx, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 

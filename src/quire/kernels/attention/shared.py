@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.codes import fp16_queries
 from quire.kernels.attention.tile import (
     MASKED,
     KVScales,
@@ -46,7 +47,7 @@ def _shared_kernel(
     table_row, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, CODED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles of TOKENS rows). Every row has one token."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
@@ -74,12 +75,13 @@ def _shared_kernel(
     head_values = values + kv_head.to(tl.int64) * head_stride
     head_key_scales = key_scales + kv_head.to(tl.int64) * scale_head
     head_value_scales = value_scales + kv_head.to(tl.int64) * scale_head
+    q_tile, scale = fp16_queries(q_tile, scale, CODED)
     for start in range(0, length, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, last, length - 1, length - 1, start, length, head_keys, head_values,
             head_key_scales, head_value_scales, row_table, scale, cap, 0,
             block_stride, token_stride, scale_block, scale_token,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED, CODED,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED, CODED, False, q.dtype.element_ty, ASM,
         )  # fmt: skip
     dim = tl.arange(0, DIM_PAD)[None, :]
     at = row.to(tl.int64) * heads + head
@@ -129,7 +131,7 @@ def attend_shared(
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         *scale_strides(scales), table.stride(0), factor, cap,
         GROUP=group, TOKENS=tokens, ROWS=tile.rows, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
-        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, CODED=scales is not None, PDL=pdl,
+        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, CODED=scales is not None, ASM=target.has_ptx, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return SharedPartial(shared, sums, stats)

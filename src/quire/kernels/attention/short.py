@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.codes import fp16_queries, join_sums, split_sums
 from quire.kernels.attention.shared import SharedPartial
 from quire.kernels.attention.tile import (
     MASKED,
@@ -54,7 +55,7 @@ def _short_kernel(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     ONES: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, ASM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, rows, splits).
 
@@ -111,13 +112,16 @@ def _short_kernel(
     head_key_scales = key_scales + kv_head.to(tl.int64) * scale_head
     head_value_scales = value_scales + kv_head.to(tl.int64) * scale_head
     row_table = table + slot * table_row
+    q_tile, scale = fp16_queries(q_tile, scale, CODED)
+    acc = split_sums(acc, CODED)
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, seq_len - n, seq_len - 1, start, end, head_keys, head_values,
             head_key_scales, head_value_scales, row_table, scale, cap, window,
             block_stride, token_stride, scale_block, scale_token,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED, CODED, q.dtype.element_ty, ASM,
         )  # fmt: skip
+    acc = join_sums(acc, CODED)
 
     mask = valid[:, None] & (dim < DIM)[None, :]
     if SPLIT:  # sums [row, query, head, split, dim]; stats [..., 2]: sum of exponentials, and top score
@@ -242,7 +246,7 @@ def attend_short(
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
         ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window_kind(window, chunked),
-        CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
+        CAPPED=soft_cap is not None, CODED=scales is not None, ASM=target.has_ptx, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         merge_splits(

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.codes import key_numbers, paired_numbers, value_numbers
 from quire.kernels.target import Target
 
 _LOG2E = 1.4426950408889634
@@ -55,27 +56,39 @@ def attend_tile(
     acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, key_scales, value_scales, table,
     scale, cap, window, block_stride, token_stride, scale_block, scale_token,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, PAIRS: tl.constexpr, TO: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Advance the online softmax over the keys start .. start + BLOCK_N.
 
-    `table` points to the row's block table, `keys` and `values` to the head. CODED: they are codes, whose scales are
-    applied to scores and probabilities, so that the matrix unit multiplies exact codes. The queries are at positions low_pos ..
-    high_pos; a tile that all of them see entirely needs no mask. Returns the new (acc, total, top).
+    `table` points to the row's block table, `keys` and `values` to the head. The queries are at positions low_pos ..
+    high_pos; a tile that all of them see entirely needs no mask.
+
+    CODED: keys and values are codes, whose scales are applied to scores and probabilities, so that the matrix unit
+    multiplies exact codes. Then `q` and `scale` are those of `fp16_queries`, and TO is the dtype of probabilities and values.
+    PAIRS: load values in pairs; `acc` is that of `split_sums`.
+    ASM: whether to convert codes with PTX.
+
+    Returns the new (acc, total, top).
     """
     pos = start + tl.arange(0, BLOCK_N)
     # Past the end, load the last key again instead of masking; no query sees it.
     there = tl.minimum(pos, end - 1)
     block = tl.load(table + there // BLOCK_SIZE)
     offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
-    k = load_rows(keys, offsets, DIM, DIM_PAD).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k = load_rows(keys, offsets, DIM, DIM_PAD)
+    of_score = scale
+    if CODED:
+        k = key_numbers(k, ASM)
+        of_score = scale[:, None]
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if CODED:
         scale_offsets = block.to(tl.int64) * scale_block + there % BLOCK_SIZE * scale_token
         scores *= tl.load(key_scales + scale_offsets)[None, :]
     if CAPPED:
-        scores = capped(scores, scale, cap)
+        scores = capped(scores, of_score, cap)
         scale = 1.0
+        of_score = 1.0
     edge = start + BLOCK_N - 1 > low_pos
     if WINDOW:
         edge |= start < first_key(high_pos, window, WINDOW)
@@ -85,15 +98,26 @@ def attend_tile(
             visible &= pos[None, :] >= first_key(query_pos, window, WINDOW)[:, None]
         scores = tl.where(visible, scores, MASKED)
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - new_top[:, None])
+    p = tl.exp2(scores * of_score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
     if CODED:
         p *= tl.load(value_scales + scale_offsets)[None, :]
-    v = load_rows(values, offsets, DIM, DIM_PAD).to(q.dtype)
-    acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
-    return acc, total, new_top
+    p = p.to(TO)
+    if PAIRS:
+        pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
+        pairs = load_rows(pairs, offsets // 2, DIM // 2, DIM_PAD // 2)
+        v_even, v_odd = paired_numbers(pairs, values.dtype.element_ty, TO, ASM)
+        even, odd = acc
+        even = tl.dot(p, v_even, even * shrink[:, None], input_precision="ieee")
+        odd = tl.dot(p, v_odd, odd * shrink[:, None], input_precision="ieee")
+        return (even, odd), total, new_top
+    else:
+        acc = acc * shrink[:, None]
+        v = load_rows(values, offsets, DIM, DIM_PAD)
+        if CODED:
+            v = value_numbers(v, TO, ASM)
+        return tl.dot(p, v.to(TO), acc, input_precision="ieee"), total, new_top
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 # e4m3 has its exponent 120 lower in bf16, so the bits are moved into place and multiplied by 2^120.
-_FP8_ASM = tl.constexpr("""{
+FP8_ASM = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $2, 0, 0x1404;
 prmt.b32 b, $2, 0, 0x3424;
@@ -84,7 +84,7 @@ def numbers(codes, zero, FORMAT: tl.constexpr, HIGH: tl.constexpr, ASM: tl.const
     elif FORMAT == "fp8":
         if ASM:
             return tl.inline_asm_elementwise(
-                _FP8_ASM, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+                FP8_ASM, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
             )
         else:
             return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)

@@ -103,7 +103,7 @@ def wire_engine(
     connector = None
     if connect is not None and isinstance(cache, HashPrefixCache):
         connector = connect(blocks, cache, log.totals)
-    depths, prompts = _draft_depth(config, drafts), prompt_budget(config, limits, step_sizes)
+    depths, prompts = _draft_depth(config, drafts), prompt_budget(config, limits, step_sizes, log.totals)
     scheduler = Scheduler(blocks, _policy(config), limits, log, shared, depths, prompts, connector)
     return Engine(scheduler, executor, grammar, queue_depth(config), log, config.check_invariants, journal)
 
@@ -132,13 +132,16 @@ def _limits(config: EngineConfig, max_model_len: int, block_size: int, drafts: i
 
 
 def prompt_budget(
-    config: EngineConfig, limits: SchedulerLimits, step_sizes: Sequence[int] = ()
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    step_sizes: Sequence[int] = (),
+    totals: Totals | None = None,
 ) -> PromptBudget:
     """Return what chooses the prompt tokens of steps that also decode, from the latency settings of an engine."""
     if not config.learns_step_times:
         return FixedBudget(limits.mixed_prefill_tokens)
     most = limits.mixed_prefill_tokens if config.target_itl is None else limits.max_num_batched_tokens
-    return LatencyBudget(most, limits.targets, config.prefill_slowdown or math.inf, step_sizes)
+    return LatencyBudget(most, limits.targets, config.prefill_slowdown or math.inf, step_sizes, totals)
 
 
 def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:

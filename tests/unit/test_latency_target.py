@@ -33,6 +33,7 @@ from quire.types import (
     RequestOrder,
     RequestTargets,
     SamplingParams,
+    Totals,
 )
 
 
@@ -186,14 +187,121 @@ def test_prompts_go_on_if_the_target_cannot_be_met() -> None:
 
 def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
     budget, streams, prompt = LatencyBudget(8192, RequestTargets(1.0)), [request()], request(length=10_000)
-    assert budget.tokens(np.array([5]), streams, prompt, 0.0) == 64, "nothing is known yet"
+    assert budget.tokens(np.array([5]), streams, prompt, 0, 0.0) == 64, "nothing is known yet"
     for step in range(40):
         tokens = 64 + step % 3
         rows = RecordedRows.of([("a", 9, 1), ("b", 0, tokens)])
         budget.end_step(StepRecord(step, 0.0, rows, [], [], 2, 0, None, 9, prompt_tokens=tokens, took_s=1e-3))
-    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0.0) <= 132, (
+    assert 64 < budget.tokens(np.array([10]), streams, prompt, 0, 0.0) <= 132, (
         "a second has room for more, but no such chunk has been timed"
     )
+
+
+@pytest.mark.parametrize("factor", [0.02, 50.0])
+def test_one_step_of_another_time_does_not_bend_the_fit(factor: float) -> None:
+    """Its host was busy: it noticed the end late, and that of the next step at once."""
+    device, model, r = Device(noise=0.0), StepTimeModel(), random.Random(9)
+    for index in range(200):
+        rows, tokens = r.randrange(1, 100), r.randrange(16, 1500)
+        one = StepLoad(rows, rows * 0.9, tokens, tokens * r.random())
+        model.observe(one, device.predict(one) * (factor if index == 150 else 1.0))
+    fit = StepLoad(50, 45.0, 1000, 300.0)
+    assert model.predict(fit) == pytest.approx(device.predict(fit), rel=0.02)
+
+
+def test_a_chunk_of_several_prompts_is_longer_than_one_of_one_prompt() -> None:
+    """A token reads the tokens in front of it in its own prompt only."""
+    device, model, r = Device(noise=0.0), StepTimeModel(), random.Random(7)
+    for _ in range(200):
+        tokens = r.randrange(64, 2000)
+        model.observe(one := StepLoad(8, 1.0, tokens, tokens * r.random()), device.predict(one))
+    rows = StepLoad(8, 1.0, 0, 0.0)
+    whole = model.prompt_tokens_within(rows, 60e-3, context=0.0)
+    short = model.prompt_tokens_within(rows, 60e-3, context=0.0, length=200, reach=0.1)
+    assert whole is not None and short is not None and short > 1.2 * whole
+    assert device.predict(StepLoad(8, 1.0, round(whole), whole * whole / 2e3)) == pytest.approx(
+        60e-3, rel=0.03
+    )
+    assert device.predict(StepLoad(8, 1.0, round(short), short * 0.1)) == pytest.approx(60e-3, rel=0.03)
+    tail = model.prompt_tokens_within(rows, 60e-3, context=0.5, length=10, reach=0.3)
+    assert tail is not None and whole < tail < short
+    assert model.prompt_tokens_within(rows, 60e-3, context=0.0, length=5000) == whole
+
+
+def test_a_new_number_of_rows_shows_once_how_long_it_takes_alone() -> None:
+    device, prompt = Device(noise=0.0), request(length=4000)
+    budget = LatencyBudget(8192, RequestTargets(), slowdown=4.0)
+
+    def ran(rows: int, tokens: int) -> None:
+        done = [(f"{row}", 100, 1) for row in range(rows)] + [("p", 0, tokens)] * bool(tokens)
+        record = StepRecord(0, 0.0, RecordedRows.of(done), [], [], rows, 0, None, 9, prompt_tokens=tokens)
+        record.took_s = device.predict(load_of(record))
+        budget.end_step(record)
+
+    def asked(rows: int) -> int:
+        return budget.tokens(np.full(rows, 100), [request()] * rows, prompt, 0, 0.0)
+
+    for step in range(6):
+        assert asked(12) > 0, "prompts come first, until their time is known"
+        ran(12, 64 + 16 * step)
+    assert asked(12) == 0
+    assert asked(12) > 0, "once, also before that step has ended"
+    ran(12, 0)
+    assert asked(12) > 0 and asked(15) > 0
+    assert asked(40) == 0, "another power of two"
+    assert asked(40) > 0
+    fixed = learnt(LatencyBudget(8192, RequestTargets(0.04)), device)
+    assert fixed.tokens(np.full(5, 9), [request()] * 5, prompt, 0, 0.0) > 0, "a target needs no probes"
+
+
+def test_a_burst_is_limited_by_the_steps_to_come() -> None:
+    """While nearly all tokens are still to come, their steps decide which latency is even."""
+
+    class Slower(Device):
+        def predict(self, load: StepLoad) -> float:
+            return super().predict(load) + 1e-4 * load.rows
+
+    def chunk(coming: int, length: int = 400, finished: int = 0) -> int:
+        totals = Totals(finished=finished, generated_tokens=20 * finished)
+        budget, device = LatencyBudget(8192, RequestTargets(), 4.0, totals=totals), Slower(noise=0.0)
+        for rows in (8, 16, 32):
+            for tokens in (0, 200, 500, 1000):
+                done = [(f"{row}", 100, 1) for row in range(rows)] + [("p", 0, tokens)] * bool(tokens)
+                record = StepRecord(
+                    0, 0.0, RecordedRows.of(done), [], [], rows, 0, None, 9, prompt_tokens=tokens
+                )
+                record.took_s = device.predict(load_of(record))
+                budget.end_step(record)
+        return budget.tokens(np.full(32, 100), [request()] * 32, request(length=length), coming, 0.0)
+
+    alone, burst = chunk(0), chunk(200)
+    took_s = Slower(noise=0.0).predict(StepLoad(232, 23.2, 0, 0.0))
+    assert burst > 2 * alone
+    assert Slower(noise=0.0).predict(StepLoad(32, 3.2, burst, burst * 0.2)) < 4.2 * took_s
+    assert chunk(200, finished=100, length=40_000) == chunk(0, length=40_000), (
+        "their answers are short: few decode at once"
+    )
+    assert alone < chunk(200, finished=100) < burst
+
+
+def test_the_default_keeps_a_burst_even_for_little_of_its_throughput() -> None:
+    class Large(Device):
+        def predict(self, load: StepLoad) -> float:
+            return super().predict(load) + 6e-3 + 5e-5 * load.rows
+
+    work, found = [([1 + index] * 400, 200) for index in range(64)], []
+    for slowdown in (None, PREFILL_SLOWDOWN):
+        config = EngineConfig(
+            model="m", max_num_seqs=64, max_num_batched_tokens=4096, prefill_slowdown=slowdown
+        )
+        info = replace(INFO, device="cuda", max_num_batched_tokens=4096)
+        done = simulate(config, info, Large(), work, [0.0] * 64)  # type: ignore[arg-type]
+        itl = latencies_ms(done)["itl"]
+        found.append((done.duration_s, percentile(itl, 99) / percentile(itl, 50)))
+    (free_s, uneven), (even_s, even) = found
+    assert uneven > 8
+    assert even < 4
+    assert even_s < 1.09 * free_s  # 1.11 if the limit followed the rows of the moment
 
 
 def test_chunks_fill_steps_of_common_sizes() -> None:
@@ -228,18 +336,18 @@ def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_
     budget, streams = learnt(LatencyBudget(8192, RequestTargets(), slowdown=4.0), device), [request()] * 32
     lengths = np.full(32, 200)
     plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
-    tokens = budget.tokens(lengths, streams, request(length=4000), 0.0)
+    tokens = budget.tokens(lengths, streams, request(length=4000), 0, 0.0)
     took_s = device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
     assert took_s == pytest.approx(4 * plain_s, rel=0.1)
     patient = request(length=4000, due_s=10.0, ttft_s=10.0)
-    assert budget.tokens(lengths, streams, patient, 0.0) == tokens, "it is not urgent"
-    assert budget.tokens(lengths, streams, patient, 9.99) == 8192, "it would miss its target"
-    assert budget.tokens(lengths, streams, None, 0.0) == 8192
+    assert budget.tokens(lengths, streams, patient, 0, 0.0) == tokens, "it is not urgent"
+    assert budget.tokens(lengths, streams, patient, 0, 9.99) == 8192, "it would miss its target"
+    assert budget.tokens(lengths, streams, None, 0, 0.0) == 8192
     plain = request(length=4000, due_s=10.0)
-    assert budget.tokens(lengths, streams, plain, 9.99) == tokens, "it has no target"
+    assert budget.tokens(lengths, streams, plain, 0, 9.99) == tokens, "it has no target"
     budget = learnt(LatencyBudget(8192, RequestTargets(ttft_s=10.0), slowdown=4.0), device)
-    assert budget.tokens(lengths, streams, plain, 0.0) == tokens
-    assert budget.tokens(lengths, streams, plain, 9.99) == 8192, "the engine's target is its own"
+    assert budget.tokens(lengths, streams, plain, 0, 0.0) == tokens
+    assert budget.tokens(lengths, streams, plain, 0, 9.99) == 8192, "the engine's target is its own"
 
 
 def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
@@ -249,15 +357,15 @@ def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
     plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
 
     def took_s(**targets: float) -> float:
-        tokens = budget.tokens(lengths, [*others, request(**targets)], prompt, 0.0)
+        tokens = budget.tokens(lengths, [*others, request(**targets)], prompt, 0, 0.0)
         return device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
 
     assert took_s() == pytest.approx(0.040, rel=0.1)
     assert took_s(itl_s=0.020) == pytest.approx(0.020, rel=0.1)
     assert took_s(itl_s=1e-4) == pytest.approx(2 * plain_s, rel=0.1), "others' prompts go on"
     assert took_s(itl_s=1.0) == pytest.approx(0.040, rel=0.1), "the other rows have the engine's target"
-    alone = budget.tokens(np.array([200]), [request(itl_s=1.0)], prompt, 0.0)
-    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0.0), (
+    alone = budget.tokens(np.array([200]), [request(itl_s=1.0)], prompt, 0, 0.0)
+    assert alone > budget.tokens(np.array([200]), [request()], prompt, 0, 0.0), (
         "a longer target of its own counts instead"
     )
 

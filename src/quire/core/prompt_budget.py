@@ -14,18 +14,22 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.core.step_time import StepLoad, StepTimeModel, load_of
+from quire.core.step_time import StepLoad, StepTimeModel, load_of, size_class
 from quire.core.steplog import StepRecord
-from quire.types import Request, RequestTargets
+from quire.types import Request, RequestTargets, Totals
 
 _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
 _GROWTH = 2.0  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
+_FEW_FINISHED = 16  # requests of which the length of answers is not typical
+_COUNTED_TOKENS = 64  # of an answer to come, beside tokens that have come
+_FAR = 4  # times as many rows as decode are predicted from those, at most
 _UNKNOWN_S = 1e-9  # stands for the time of a step that is not known yet: prompts then run in short chunks
 _MOST_CUT = 1 / 3  # of a chunk that is left out to fill a step of a common size
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
 _USUAL_STEPS = 512  # newest steps of which three quarters take at least the usual time
 _RATE_STEPS = 8  # steps between two estimates of the rate
+_CHUNK_SMOOTHING = 0.1  # of the chunk, likewise
 _SMOOTHING = 0.05  # of the entries in front of a prompt token, per step with prompts
 
 
@@ -35,7 +39,12 @@ class PromptBudget(Protocol):
     rate: float  # prompt tokens per second beside the rows that decode now; 0 while it is not known
 
     def tokens(
-        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
+        self,
+        decoding: np.ndarray,
+        requests: Sequence[Request],
+        first: Request | None,
+        coming: int,
+        now_s: float,
     ) -> int:
         """Return the number of prompt tokens that a step may have.
 
@@ -43,6 +52,7 @@ class PromptBudget(Protocol):
             decoding: int32 [rows], lengths of the rows that decode in it.
             requests: the requests of these rows.
             first: the request whose prompt is next; None if there is none.
+            coming: number of requests whose prompts wait, and for which there is room in the batch.
             now_s: on the engine's clock.
         """
         ...
@@ -69,7 +79,12 @@ class FixedBudget:
         self._limit = limit
 
     def tokens(
-        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
+        self,
+        decoding: np.ndarray,
+        requests: Sequence[Request],
+        first: Request | None,
+        coming: int,
+        now_s: float,
     ) -> int:
         return self._limit
 
@@ -89,24 +104,38 @@ class LatencyBudget:
     The limit of a step is the least of three: the target of the engine; the targets of the requests that decode in it,
     which leave prompts half of the time; and `slowdown` times a usual step, which does not apply if the next prompt would
     miss the target for its first token. A usual step has no prompts, unless nearly all steps have some: long steps then
-    make latency no less even, and short chunks would only cost throughput.
+    make latency no less even, and short chunks would only cost throughput. While most tokens are still to come, as in a
+    burst, it has the rows that will decode when all prompts are known.
+
+    Rows in a new power of two decode once without prompts, which shows how long that takes.
 
     Args:
         most: prompt tokens of a step, whatever its time.
         targets: those of requests without their own.
         slowdown: the limit relative to a usual step; infinite for none.
         sizes: tokens of steps that need no padding, ascending; longer steps need none either. Chunks are cut to fill one.
+        totals: of the engine, from which the usual length of answers follows.
     """
 
     def __init__(
-        self, most: int, targets: RequestTargets, slowdown: float = math.inf, sizes: Sequence[int] = ()
+        self,
+        most: int,
+        targets: RequestTargets,
+        slowdown: float = math.inf,
+        sizes: Sequence[int] = (),
+        totals: Totals | None = None,
     ) -> None:
         self._most, self._targets, self._slowdown, self._sizes = most, targets, slowdown, sizes
+        self._totals = totals or Totals()
         self.rate = 0.0
         self._model = StepTimeModel()
         self._largest = _FIRST_TOKENS  # chunk that was observed
         self._load = StepLoad(0, 0.0, 0, 0.0)  # the decoding rows of the newest step
+        self._chunk = float(_FIRST_TOKENS)  # smoothed
+        self._probed: set[int] = set()  # powers of two of rows that ran without prompts, although some waited
         self._times_s: deque[float] = deque(maxlen=_USUAL_STEPS)  # of steps that decode
+        self._rows: deque[int] = deque(maxlen=_USUAL_STEPS)  # that decoded in these
+        self._tokens = 0  # sum of these
         self._usual_s = 0.0  # that most of them take; 0 until there are enough
         self._reach = 0.0  # thousands of entries in front of a prompt token, smoothed
         self._in_flight: deque[tuple[StepRecord, StepLoad]] = deque()  # scheduled, oldest first
@@ -118,21 +147,53 @@ class LatencyBudget:
         return self._model.median_error
 
     def tokens(
-        self, decoding: np.ndarray, requests: Sequence[Request], first: Request | None, now_s: float
+        self,
+        decoding: np.ndarray,
+        requests: Sequence[Request],
+        first: Request | None,
+        coming: int,
+        now_s: float,
     ) -> int:
         self._load = load = StepLoad(len(decoding), int(decoding.sum()) / 1e3, 0, 0.0)
         if first is None:
             return self._most
-        context = first.computed / 1e3
+        if self._slowdown < math.inf and self._must_probe(load.rows):
+            return 0
+        context, left = first.computed / 1e3, first.known - first.computed
         plain_s = self._model.predict(load) or _UNKNOWN_S
         limit_s = self._limit_s(requests, plain_s)
-        gentle_s = self._slowdown * max(plain_s, self._usual_s)
+        gentle_s = self._slowdown * max(plain_s, self._usual_s, self._coming_s(load, plain_s, coming, first))
         if gentle_s < limit_s:
-            tokens = self._fitting(load, gentle_s, context)
-            left, target_s = first.known - first.computed, first.source.targets.over(self._targets).ttft_s
+            tokens = self._fitting(load, gentle_s, context, left)
+            target_s = first.source.targets.over(self._targets).ttft_s
             if target_s == math.inf or left / tokens * gentle_s <= first.order.due_s - now_s:
                 return tokens
-        return self._fitting(load, limit_s, context)
+        return self._fitting(load, limit_s, context, left)
+
+    def _must_probe(self, rows: int) -> bool:
+        """Return whether the next step has to show how long `rows` rows take without prompts: once for a power of two."""
+        size = size_class(rows)
+        if size in self._probed or self._model.decode.has_seen(rows) or not self._model.knows_prompts:
+            return False
+        self._probed.add(size)
+        return True
+
+    def _coming_s(self, load: StepLoad, plain_s: float, coming: int, first: Request) -> float:
+        """Return the time of a step with the rows that decode when `coming` more prompts are known.
+
+        It is `plain_s` if more tokens have come in the newest steps than those of these rows will count.
+        """
+        totals = self._totals
+        answer = totals.generated_tokens / totals.finished if totals.finished >= _FEW_FINISHED else math.inf
+        # While prompts are computed, answers end: a prompt takes known / chunk steps, an answer a step per token.
+        together = int(min(coming, answer * self._chunk / max(first.known, 1)))
+        rows = load.rows + together
+        if not together or rows * min(answer, _COUNTED_TOKENS) <= self._tokens:
+            return plain_s
+        rows = min(rows, _FAR * load.rows)
+        grown = StepLoad(rows, load.context * rows / load.rows, 0, 0.0)
+        then_s, now_s = self._model.decode.predict(grown), self._model.decode.predict(load)
+        return plain_s if then_s is None or now_s is None else plain_s + max(0.0, then_s - now_s)
 
     def _limit_s(self, requests: Sequence[Request], plain_s: float) -> float:
         """Return the longest time of a step in which `requests` decode, and which takes `plain_s` without prompts."""
@@ -140,11 +201,11 @@ class LatencyBudget:
         shortest = min(own if (own := r.source.targets.itl_s) < math.inf else default for r in requests)
         return shortest if shortest >= default else min(default, max(shortest, _OWN_SHARE * plain_s))
 
-    def _fitting(self, load: StepLoad, limit_s: float, context: float) -> int:
+    def _fitting(self, load: StepLoad, limit_s: float, context: float, length: float = math.inf) -> int:
         """Return the prompt tokens with which a step is predicted to take `limit_s` seconds at most."""
         if limit_s == math.inf:
             return self._most
-        fitting = self._model.prompt_tokens_within(load, limit_s, context)
+        fitting = self._model.prompt_tokens_within(load, limit_s, context, length, self._reach)
         if fitting is None:
             return min(_FIRST_TOKENS, self._most)
         tokens = int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
@@ -180,8 +241,13 @@ class LatencyBudget:
         self._model.observe(load, record.took_s)
         if load.prompt_tokens and load.rows:
             self._largest = max(self._largest, load.prompt_tokens)
+            self._chunk += _CHUNK_SMOOTHING * (load.prompt_tokens - self._chunk)
         if load.rows:
             self._times_s.append(record.took_s)
+            if len(self._rows) == _USUAL_STEPS:
+                self._tokens -= self._rows[0]
+            self._rows.append(load.rows)
+            self._tokens += load.rows
         if load.prompt_tokens:
             self._reach += _SMOOTHING * (load.prompt_context / load.prompt_tokens - self._reach)
         self._steps += 1

@@ -216,7 +216,8 @@ class Scheduler:
 
     def _limit_prompts(self, builder: PlanBuilder, first: Request | None) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""
-        limit = self.prompts.tokens(builder.columns.starts, builder.rows, first, self.log.now())
+        coming = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs) - builder.num_rows
+        limit = self.prompts.tokens(builder.columns.starts, builder.rows, first, coming, self.log.now())
         if limit < self.limits.max_num_batched_tokens:
             builder.budget, builder.min_charge = min(builder.budget, limit), _CHUNK_TOKENS
 

@@ -19,10 +19,12 @@ from quire.core.steplog import StepRecord
 
 _WINDOW = 256  # newest steps of each kind that are fitted
 _LEAST = 6  # steps of a kind before it is predicted
+_NEWEST = 8  # steps of each power of two that are kept to predict others
+_DECODING = 3  # terms that do not concern prompts
 _REFIT = 8  # steps between two fits, and later the share of the window that is new
 _NEAR, _NEARNESS = 24, 0.03  # steps at least that show how a step varies; all with so similar predictions do
 _EXTREME = 2  # longest and shortest of them that do not count: some captured a graph beside another step
-_MOST_RATIO = 5.0  # actual over predicted time of steps that count
+_MOST_RATIO = 5.0  # actual over predicted time of steps that count, or predicted over actual
 _RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
 _MOST_LATE = (
     1.5  # beyond it a step captured a graph or the machine was disturbed, which smaller steps do not help
@@ -107,9 +109,11 @@ class LinearFit:
         features, times = np.array(self._features), np.array(self._times_s)
         # Errors relative to the time itself count a short step more than a long one of the same work. That makes the first
         # pass robust against steps that took very long, such as the first of a shape, but it predicts less than the mean.
-        # So the second pass leaves those out and takes errors relative to the prediction.
-        predicted = np.maximum(features @ _solve(features, times, times), 1e-9)
-        kept = times <= _MOST_RATIO * predicted
+        # So the second pass leaves those out and takes errors relative to the prediction. Both must not follow a step that
+        # seemed to take no time, because the host noticed its end together with that of the next one.
+        scales = np.maximum(times, np.median(times) / _MOST_RATIO)
+        predicted = np.maximum(features @ _solve(features, times, scales), 1e-9)
+        kept = (times <= _MOST_RATIO * predicted) & (times >= predicted / _MOST_RATIO)
         if kept.sum() >= _LEAST:
             features, times, predicted = features[kept], times[kept], predicted[kept]
         self.weights = _solve(features, times, predicted)
@@ -137,26 +141,66 @@ def _solve(features: np.ndarray, times: np.ndarray, scales: np.ndarray) -> np.nd
     return weights / width
 
 
-class StepTimeModel:
-    """A fit for steps with prompts, and one for each power of two of decoding rows: these run different kernels."""
+class DecodeTimes:
+    """The times of steps without prompts: a fit for each power of two of rows, which run different kernels.
+
+    Numbers of rows that have not run yet are predicted from the newest steps of all others.
+    """
 
     def __init__(self) -> None:
-        self._decode: dict[int, LinearFit] = {}
-        self._mixed = LinearFit(5)
+        self._fits: dict[int, LinearFit] = {}
+        self._newest: dict[int, deque[tuple[tuple[float, ...], float]]] = {}  # features and seconds
+        self._weights: list[float] | None = None  # of the fit over all; None: to be computed
 
-    def _decode_fit(self, rows: int) -> LinearFit | None:
-        """Return the fit for `rows` decoding rows, or the nearest that is ready; None if steps with prompts are nearer."""
-        wanted = _size_class(rows)
-        ready = [size for size, fit in self._decode.items() if len(fit) >= _LEAST]
-        nearest = min(ready, key=lambda size: abs(size - wanted), default=None)
-        if nearest is None or (abs(nearest - wanted) > 1 and len(self._mixed) >= _LEAST):
+    def has_seen(self, rows: int) -> bool:
+        """Return whether a step of about so many rows has run."""
+        return size_class(rows) in self._newest
+
+    def observe(self, load: StepLoad, took_s: float) -> None:
+        """Learn from a step that took `took_s` seconds."""
+        features, size = load.features[:_DECODING], size_class(load.rows)
+        self._fits.setdefault(size, LinearFit(_DECODING)).observe(features, took_s)
+        self._newest.setdefault(size, deque(maxlen=_NEWEST)).append((features, took_s))
+        self._weights = None
+
+    def fit_for(self, rows: int) -> LinearFit | None:
+        """Return the fit for `rows` rows, or for the next power of two; None if neither has been observed enough."""
+        wanted = size_class(rows)
+        near = (self._fits.get(size) for size in (wanted, wanted - 1, wanted + 1))
+        return next((fit for fit in near if fit is not None and len(fit) >= _LEAST), None)
+
+    def predict(self, load: StepLoad) -> float | None:
+        """Return the seconds of a step; None if too little is known."""
+        if (fit := self.fit_for(load.rows)) is not None:
+            return fit.predict(load.features[:_DECODING])
+        if len(self._newest) < 2 and not self.has_seen(load.rows):
             return None
-        return self._decode[nearest]
+        if self._weights is None:
+            steps = [step for newest in self._newest.values() for step in newest]
+            features, times = np.array([step[0] for step in steps]), np.array([step[1] for step in steps])
+            self._weights = _solve(features, times, times).tolist()
+        return sum(map(mul, self._weights, load.features))
+
+    def errors(self) -> list[np.ndarray]:
+        """Return the relative errors of each fit over its window."""
+        return [fit.errors() for fit in self._fits.values()]
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether any number of rows has been observed enough."""
+        return any(len(fit) >= _LEAST for fit in self._fits.values())
+
+
+class StepTimeModel:
+    """The times of steps without prompts, and a fit for those with prompts."""
+
+    def __init__(self) -> None:
+        self.decode = DecodeTimes()
+        self._mixed = LinearFit(5)
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None while too few of its kind have been observed."""
-        mixed, fit = self._mixed.predict(load.features), self._decode_fit(load.rows)
-        alone = None if fit is None else fit.predict(load.features[:3])
+        mixed, alone = self._mixed.predict(load.features), self.decode.predict(load)
         if (
             load.prompt_tokens
         ):  # it takes no less time than its decoding rows alone, which a line may deny for few tokens
@@ -165,7 +209,7 @@ class StepTimeModel:
 
     def ratios(self, load: StepLoad) -> np.ndarray:
         """Return actual over predicted time of the observed steps that are most like `load`."""
-        fit = self._mixed if load.prompt_tokens else self._decode_fit(load.rows)
+        fit = self._mixed if load.prompt_tokens else self.decode.fit_for(load.rows)
         return (self._mixed if fit is None else fit).ratios(max(self.predict(load) or 0.0, 1e-9))
 
     def observe(self, load: StepLoad, took_s: float) -> None:
@@ -175,16 +219,19 @@ class StepTimeModel:
         if load.prompt_tokens:
             self._mixed.observe(load.features, took_s)
         else:
-            fit = self._decode.setdefault(_size_class(load.rows), LinearFit(3))
-            fit.observe(load.features[:3], took_s)
+            self.decode.observe(load, took_s)
 
-    def prompt_tokens_within(self, load: StepLoad, seconds: float, context: float) -> float | None:
+    def prompt_tokens_within(
+        self, load: StepLoad, seconds: float, context: float, length: float = math.inf, reach: float = 0.0
+    ) -> float | None:
         """Return how many prompt tokens fit into a step of `seconds`, so that few such steps take longer.
 
         Args:
             load: the decoding rows of the step.
             seconds: longest time of the step.
             context: thousands of entries in front of the first prompt token.
+            length: tokens of the first prompt from there on.
+            reach: thousands of entries in front of a token of the prompts behind it.
 
         Returns:
             The number, which may be negative; None while too few steps with prompts have been observed.
@@ -192,25 +239,35 @@ class StepTimeModel:
         if len(self._mixed) < _LEAST:
             return None
         weights = self._mixed.weights
-        base = float(weights[:3] @ np.array(load.features[:3]))
+        base = float(weights[:_DECODING] @ np.array(load.features[:_DECODING]))
         left = seconds / self._mixed.late - base
-        # A token also reads the tokens of the chunk in front of it: half of them on average.
+        # A token also reads the tokens of its prompt in the chunk in front of it: half of them on average.
         square, line = float(weights[4]) / 2e3, max(float(weights[3] + weights[4] * context), 1e-12)
         if left <= 0 or square * left < 1e-6 * line**2:
             return left / line
-        return (math.sqrt(line**2 + 4 * square * left) - line) / (2 * square)
+        tokens = (math.sqrt(line**2 + 4 * square * left) - line) / (2 * square)
+        if tokens <= length:
+            return tokens
+        left -= (line + square * length) * length
+        return length + left / max(float(weights[3] + weights[4] * reach), 1e-12)
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Return whether steps with prompts can be predicted."""
+        return len(self._mixed) >= _LEAST
 
     @property
     def is_ready(self) -> bool:
         """Return whether steps of both kinds can be predicted."""
-        return any(len(fit) >= _LEAST for fit in self._decode.values()) and len(self._mixed) >= _LEAST
+        return self.decode.is_ready and self.knows_prompts
 
     @property
     def median_error(self) -> float | None:
         """Return the median relative error over the steps that are fitted; None without any."""
-        errors = np.concatenate([fit.errors() for fit in (*self._decode.values(), self._mixed)])
+        errors = np.concatenate([*self.decode.errors(), self._mixed.errors()])
         return float(np.median(errors)) if len(errors) else None
 
 
-def _size_class(rows: int) -> int:
+def size_class(rows: int) -> int:
+    """Return the number of the power of two that `rows` rows are rounded up to."""
     return max(rows - 1, 0).bit_length()

@@ -1,11 +1,12 @@
 """Compile every kernel as its wrapper launches it, for GPUs that are not present, and check its shared memory.
 
     python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
-                                        [--kernels NAME,...] [--sample] [--binary]
+                                        [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...]
 
-Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile or needs
-more shared memory than the target has. `--sample` takes only the first variant of each kernel in each model. Without
-`--binary`, compilation stops before the assembler, when shared memory is already known.
+Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile, needs more
+shared memory than the target has, or contains an instruction that `--forbid` names by its beginning. `--sample` takes
+only the first variant of each kernel in each model. Without `--binary` or `--forbid`, compilation stops before the
+assembler, when shared memory is already known.
 
 A driver that only names its target replaces the device, and launches are recorded instead of run.
 """
@@ -13,8 +14,10 @@ A driver that only names its target replaces the device, and launches are record
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +29,7 @@ import torch
 from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
+from triton.tools.disasm import get_sass
 
 from quire.attention.triton import TritonAttention
 from quire.kernels import (
@@ -189,7 +193,7 @@ def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     tiles = long.list_tiles(
         starts, lens, slots, 9, queries, long.long_tokens(dim, dtype.itemsize, group, target), 1
     )
-    for codes in (torch.int8, torch.float8_e4m3fn) if target.has_fp8 else (torch.int8,):
+    for codes in (torch.float8_e4m3fn, torch.int8) if target.has_fp8 else (torch.int8,):
         keys = torch.zeros(9, kv_heads, 16, dim, dtype=torch.uint8).view(codes)
         for static in (False, True):
             each = torch.zeros(1, kv_heads, 1, 1).expand(9, kv_heads, 16, 1)
@@ -548,10 +552,18 @@ class Compiled:
     error: str = ""
 
 
-def compile_one(item: tuple[tuple[str, str], tuple[Any, str]]) -> Compiled:
+def instructions(cubin: bytes, wanted: Sequence[str]) -> str:
+    """Return those instructions of a kernel that begin with one of `wanted`, and how many there are; empty: none."""
+    found = re.findall(rf"\b(?:{'|'.join(map(re.escape, wanted))})[.\w]*", get_sass(cubin))
+    return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
+
+
+def compile_one(item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str]) -> Compiled:
     (name, _), (kernel, data) = item
     try:
-        return Compiled(name, kernel.preload(data).metadata.shared)
+        done = kernel.preload(data)
+        found = instructions(done.asm["cubin"], forbidden) if forbidden else ""
+        return Compiled(name, done.metadata.shared, found)
     except Exception as error:  # any error of the compiler
         return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
 
@@ -587,8 +599,15 @@ def compile_for(
                 launches.fresh = chosen(args.kernels, args.sample)
                 for part in PARTS if not args.parts else map(globals().__getitem__, args.parts.split(",")):
                     part(MODELS[name], dtype_of(dtype, target), target)
+    forbidden = args.forbid.split(",") if args.forbid else []
     with ThreadPoolExecutor(args.threads) as pool:
-        done = dict(zip(launches.kernels, pool.map(compile_one, launches.kernels.items()), strict=True))
+        done = dict(
+            zip(
+                launches.kernels,
+                pool.map(partial(compile_one, forbidden=forbidden), launches.kernels.items()),
+                strict=True,
+            )
+        )
     return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
 
 
@@ -612,9 +631,10 @@ def main() -> int:
     parser.add_argument("--tiles-of", type=int, help="use the tile sizes of this target")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")
+    parser.add_argument("--forbid", default="")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    knobs.runtime.add_stages_inspection_hook = None if args.binary else stop_at_assembler
+    knobs.runtime.add_stages_inspection_hook = None if args.binary or args.forbid else stop_at_assembler
     wrong: list[str] = []
     models = args.models.split(",")
     print("| GPU | limit | kernels | " + " | ".join(models) + " |")

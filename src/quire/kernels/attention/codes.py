@@ -1,8 +1,8 @@
 """Numbers of a KV cache that holds codes, in the form that matrix units take.
 
-Triton's own conversion from e4m3 to bf16 takes eight cycles per number and warp on Hopper. So keys become fp16, which
-takes one instruction for two codes, and queries in bf16 become fp16 too, divided by a power of two for each row. Keys
-that are NaN stay so. Values are always finite (kv_write.py). They stay in the dtype of the queries, because a
+Triton's own conversion from e4m3 to bf16 takes an instruction for every number on Hopper (F2F), of a kind that few units
+run. So keys become fp16, which takes one instruction for two codes, and queries in bf16 become fp16 too, divided by a
+power of two for each row. Keys that are NaN stay so. Values are always finite (kv_write.py). They stay in the dtype of the queries, because a
 probability times a scale may be out of fp16's range, and PTX moves their bits into place.
 
 In the second factor of P V, matrix units take the numbers of two tokens from a register. A code's neighbours in memory

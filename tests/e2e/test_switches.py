@@ -94,7 +94,9 @@ def test_random_combinations_with_codes_in_the_cache(
 ) -> None:
     torch.set_num_threads(1)
     bench = Bench("demo-draft", windows=windows, kv_cache_dtype=kv_cache_dtype)
+    # Without latency limits: with them it would depend on the machine's speed whether blocks run out.
     crowded = {"kv_layout": "paged", "blocks": "tight", "max_num_seqs": 8, "prefix_caching": None}
+    crowded |= {"target_itl": None, "prefill_slowdown": None}
     totals = [
         bench.run(random_settings(random.Random(seed)) | crowded, seed).log.totals
         for seed in range(CHUNK // 6)

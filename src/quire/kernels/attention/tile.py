@@ -103,12 +103,12 @@ def attend_tile(
     total = total * shrink + tl.sum(p, 1)
     if CODED:
         p *= tl.load(value_scales + scale_offsets)[None, :]
-    p = p.to(TO)
     if PAIRS:
         pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
         pairs = load_rows(pairs, offsets // 2, DIM // 2, DIM_PAD // 2)
         v_even, v_odd = paired_numbers(pairs, values.dtype.element_ty, TO, ASM)
         even, odd = acc
+        p = p.to(TO)
         even = tl.dot(p, v_even, even * shrink[:, None], input_precision="ieee")
         odd = tl.dot(p, v_odd, odd * shrink[:, None], input_precision="ieee")
         return (even, odd), total, new_top
@@ -117,7 +117,7 @@ def attend_tile(
         v = load_rows(values, offsets, DIM, DIM_PAD)
         if CODED:
             v = value_numbers(v, TO, ASM)
-        return tl.dot(p, v.to(TO), acc, input_precision="ieee"), total, new_top
+        return tl.dot(p.to(TO), v.to(TO), acc, input_precision="ieee"), total, new_top
 
 
 @triton.jit

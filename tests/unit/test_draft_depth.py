@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,3 +224,23 @@ def test_an_overdrawn_account_waits_for_a_hundredth_of_the_time() -> None:
         account.settle(1.0, 1.0, 4.0)
     account.settle(5.0, 1.0, 1.0)
     assert account.overdrawn, "earlier gains pay for a few steps only"
+
+
+def test_a_batch_that_does_not_draft_seldom_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision takes as long as the rest of retiring a step; probes come as often as if each step decided."""
+    decisions = 0
+
+    def counted(*args: Any) -> int:
+        nonlocal decisions
+        decisions += 1
+        return batch_depth(*args)
+
+    monkeypatch.setattr("quire.core.draft_depth.batch_depth", counted)
+    depth = AdaptiveDepth(5)
+    simulation = Simulation(depth, CPU_MS[8], rows=8)
+    probes = 0
+    for _ in range(2000):
+        simulation.step(accepts=0.05)
+        probes += any(request.drafts for request in simulation.requests)
+    assert decisions < 2000 / 6
+    assert 3 <= probes <= 30

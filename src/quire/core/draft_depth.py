@@ -39,6 +39,9 @@ _PROBE_STEPS = 64  # steps without drafts until a few rows draft again
 _MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
 _REFRESH_STEPS = 256  # steps with drafts until one runs without, so that its time stays measured
 _CHECK_STEPS = 4  # the same for the first time, if the times are those of more rows
+_RESTING_STEPS = (
+    7  # without drafts in which a batch that does not draft decides nothing: it takes as long as a small step
+)
 _PROBE_SHARE = 4  # one of so many rows drafts in a probe
 _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
@@ -146,6 +149,10 @@ class DraftAccount:
         """Allow a loss because a new number of rows has to be learned. `plain_s`: its time without drafts."""
         self._balance_s = max(self._balance_s, 0.0) + _START_STEPS * plain_s
 
+    def allow(self, plain_s: float, steps: int, price_s: float) -> None:
+        """Enter `steps` steps without drafts, of which each takes `plain_s`."""
+        self.settle(steps * plain_s, plain_s, float(steps), price_s)
+
     def settle(self, took_s: float, plain_s: float, yielded: float, price_s: float = 0.0) -> None:
         """Enter a step.
 
@@ -178,11 +185,15 @@ class AdaptiveDepth:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
         self._depth = 0  # of the batch
-        self._size = 0  # of the last step without prompts: bits of its number of rows
+        self._size = self._rested = (
+            0  # of the last step without prompts, and that decided: bits of the number of rows
+        )
         self._acceptance = _PRIOR  # of all requests
         self._account = DraftAccount()
         self._turn = 0  # which rows draft in the next probe
         self._has_drafted = False
+        self._resting = 0  # steps that have decided nothing since the last decision
+        self._may_rest = 0  # further steps that may do so
         self._trial = 0  # steps until the first step with drafts, which has been asked for, counts as lost
 
     def start(self, request: Request) -> None:
@@ -205,7 +216,14 @@ class AdaptiveDepth:
         depth = min(self.most, -(-record.drafts // len(rows)))
         self._has_drafted |= record.drafts > 0
         self._trial = max(0, self._trial - 1)
-        if not times.add(record.took_s, depth):
+        is_known = times.add(record.took_s, depth)
+        if self._may_rest and size == self._rested and not record.drafts:
+            self._may_rest -= 1
+            self._resting += 1
+            return
+        self._may_rest, self._rested = 0, size
+        steps, self._resting = self._resting + 1, 0
+        if not is_known:
             return self._draft(rows, 0)
         if times.is_new:
             times.is_new = False
@@ -215,10 +233,10 @@ class AdaptiveDepth:
             took_s = min(record.took_s, times.longest(depth))
             self._account.settle(took_s, times.plain_s, yielded, times.probe_s(self._acceptance))
         else:
-            self._account.settle(times.plain_s, times.plain_s, 1.0, times.probe_s(self._acceptance))
+            self._account.allow(times.plain_s, steps, times.probe_s(self._acceptance))
         if self._account.overdrawn:
             return self._draft(rows, 0)
-        self._decide(rows, times)
+        self._decide(rows, times, steps)
 
     def _times_of(self, size: int, rows: int) -> _StepTimes:
         """Return the times of steps of `rows` rows, whose number has `size` bits."""
@@ -234,8 +252,8 @@ class AdaptiveDepth:
         for request in rows:
             request.drafts = depth
 
-    def _decide(self, rows: Sequence[Request], times: _StepTimes) -> None:
-        """Set the depth of the batch and of each request."""
+    def _decide(self, rows: Sequence[Request], times: _StepTimes, steps: int) -> None:
+        """Set the depth of the batch and of each request, `steps` steps after the last decision."""
         times_s = times.by_depth()
         own = np.array([request.acceptance for request in rows])
         acceptances = (own + self._acceptance) / 2  # a request has verified few drafts, all together many
@@ -245,11 +263,13 @@ class AdaptiveDepth:
             if self._trial:
                 return self._draft(rows, 0)
             self._trial = _TRIAL_STEPS
-        if times.is_turn_due(depth > 0, self._account.affords(times.probe_s(self._acceptance))):
+        if times.is_turn_due(depth > 0, self._account.affords(times.probe_s(self._acceptance)), steps):
             if not depth:
                 return self._probe(rows)
             depth = 0
         self._draft(rows, depth)
+        if not depth:
+            self._may_rest = _RESTING_STEPS
         if depth > 1:
             slope_s = max(0.0, times_s[depth] - times_s[1]) / (depth - 1) / len(rows)
             price = slope_s * float(rates(acceptances, times_s)[depth])
@@ -321,15 +341,17 @@ class _StepTimes:
         )
         return max(0.0, drafted - (1 + acceptance) * self.plain_s)
 
-    def is_turn_due(self, pays: bool, affords: bool) -> bool:
+    def is_turn_due(self, pays: bool, affords: bool, steps: int) -> bool:
         """Return whether the next step should do the opposite of the usual: draft if drafts do not pay, or else not.
+
+        `steps` have run since the last answer.
 
         Drafts that do not pay wait until the account affords them.
         """
         if pays != self._pays:
             self._pays, self._interval = pays, _REFRESH_STEPS if pays else _PROBE_STEPS
             self._until_turn = self._interval
-        self._until_turn -= 1
+        self._until_turn -= steps
         if self._until_turn > 0 or not (pays or affords):
             return False
         if not pays:

@@ -563,7 +563,7 @@ def compile_one(item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequen
     try:
         done = kernel.preload(data)
         found = instructions(done.asm["cubin"], forbidden) if forbidden else ""
-        return Compiled(name, done.metadata.shared, found)
+        return Compiled(name, done.metadata.shared, found and f"contains {found}")
     except Exception as error:  # any error of the compiler
         return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
 
@@ -601,13 +601,8 @@ def compile_for(
                     part(MODELS[name], dtype_of(dtype, target), target)
     forbidden = args.forbid.split(",") if args.forbid else []
     with ThreadPoolExecutor(args.threads) as pool:
-        done = dict(
-            zip(
-                launches.kernels,
-                pool.map(partial(compile_one, forbidden=forbidden), launches.kernels.items()),
-                strict=True,
-            )
-        )
+        compiled = pool.map(partial(compile_one, forbidden=forbidden), launches.kernels.items())
+        done = dict(zip(launches.kernels, compiled, strict=True))
     return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
 
 

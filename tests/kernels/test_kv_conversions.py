@@ -24,11 +24,12 @@ WORDS = BYTES.view(np.uint32).reshape(-1)
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of BYTES, [256, 4]; NaN does not occur among values, so it counts as 0."""
+    """Return the numbers of BYTES, [256, 4]."""
     return torch.from_numpy(BYTES.copy()).view(dtype).float()
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compare finite numbers; values and weights are never NaN, so their programs need not keep it."""
     finite = want.isfinite()
     assert torch.equal(got.float()[finite], want[finite])
 

@@ -172,13 +172,14 @@ class _AttentionInputs:
         kv = [self._entries(shape) for _ in range(self.layers)]
         batch = self._batch(kv)
         batch.attn = backend.plan(batch)
+        codes = bench.spec.kv_codes
+        scales = (torch.ones(bench.kv_heads, device=bench.device),) * 2 if codes and codes.static else None
         layers = [
-            _BenchedLayer(bench.heads, bench.kv_heads, bench.dim, bench.dim**-0.5, index, bench.layout)
+            _BenchedLayer(
+                bench.heads, bench.kv_heads, bench.dim, bench.dim**-0.5, index, bench.layout, kv_scales=scales
+            )
             for index in range(self.layers)
         ]
-        if (codes := bench.spec.kv_codes) and codes.static:
-            for layer in layers:
-                layer.kv_scales = (torch.ones(bench.kv_heads, device=bench.device),) * 2
         q, k, v = self.qkv.split([bench.heads, bench.kv_heads, bench.kv_heads], 1)
         packed = backend.forward_packed if backend.name == "cpu" else None
         angles = torch.randn(self.case.length, bench.dim, device=bench.device).to(bench.dtype)

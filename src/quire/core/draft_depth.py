@@ -39,9 +39,7 @@ _PROBE_STEPS = 64  # steps without drafts until a few rows draft again
 _MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
 _REFRESH_STEPS = 256  # steps with drafts until one runs without, so that its time stays measured
 _CHECK_STEPS = 4  # the same for the first time, if the times are those of more rows
-_RESTING_STEPS = (
-    7  # without drafts in which a batch that does not draft decides nothing: it takes as long as a small step
-)
+_DECISION_STEPS = 8  # from one decision to the next while a batch does not draft
 _PROBE_SHARE = 4  # one of so many rows drafts in a probe
 _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
@@ -149,15 +147,11 @@ class DraftAccount:
         """Allow a loss because a new number of rows has to be learned. `plain_s`: its time without drafts."""
         self._balance_s = max(self._balance_s, 0.0) + _START_STEPS * plain_s
 
-    def allow(self, plain_s: float, steps: int, price_s: float) -> None:
-        """Enter `steps` steps without drafts, of which each takes `plain_s`."""
-        self.settle(steps * plain_s, plain_s, float(steps), price_s)
-
     def settle(self, took_s: float, plain_s: float, yielded: float, price_s: float = 0.0) -> None:
-        """Enter a step.
+        """Enter a step, or several together.
 
         Args:
-            took_s: its duration.
+            took_s: their duration.
             plain_s: duration of a step without drafts.
             yielded: tokens per row.
             price_s: what the next probe may lose; so much may always be saved.
@@ -185,15 +179,13 @@ class AdaptiveDepth:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
         self._depth = 0  # of the batch
-        self._size = self._rested = (
-            0  # of the last step without prompts, and that decided: bits of the number of rows
-        )
+        self._size = 0  # of the last step without prompts: bits of its number of rows
         self._acceptance = _PRIOR  # of all requests
         self._account = DraftAccount()
         self._turn = 0  # which rows draft in the next probe
         self._has_drafted = False
-        self._resting = 0  # steps that have decided nothing since the last decision
-        self._may_rest = 0  # further steps that may do so
+        self._since = 0  # steps since the last decision
+        self._rests = False  # whether that decided for no drafts, which holds for some steps
         self._trial = 0  # steps until the first step with drafts, which has been asked for, counts as lost
 
     def start(self, request: Request) -> None:
@@ -211,18 +203,16 @@ class AdaptiveDepth:
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
         if record.prompt_tokens or not rows:
             return
-        size = len(rows).bit_length()
+        size, before = len(rows).bit_length(), self._size
         times = self._times_of(size, len(rows))
         depth = min(self.most, -(-record.drafts // len(rows)))
         self._has_drafted |= record.drafts > 0
         self._trial = max(0, self._trial - 1)
         is_known = times.add(record.took_s, depth)
-        if self._may_rest and size == self._rested and not record.drafts:
-            self._may_rest -= 1
-            self._resting += 1
+        self._since += 1
+        if self._rests and self._since < _DECISION_STEPS and size == before and not record.drafts:
             return
-        self._may_rest, self._rested = 0, size
-        steps, self._resting = self._resting + 1, 0
+        steps, self._since, self._rests = self._since, 0, False
         if not is_known:
             return self._draft(rows, 0)
         if times.is_new:
@@ -233,7 +223,8 @@ class AdaptiveDepth:
             took_s = min(record.took_s, times.longest(depth))
             self._account.settle(took_s, times.plain_s, yielded, times.probe_s(self._acceptance))
         else:
-            self._account.allow(times.plain_s, steps, times.probe_s(self._acceptance))
+            plain_s = times.plain_s
+            self._account.settle(steps * plain_s, plain_s, steps, times.probe_s(self._acceptance))
         if self._account.overdrawn:
             return self._draft(rows, 0)
         self._decide(rows, times, steps)
@@ -268,8 +259,7 @@ class AdaptiveDepth:
                 return self._probe(rows)
             depth = 0
         self._draft(rows, depth)
-        if not depth:
-            self._may_rest = _RESTING_STEPS
+        self._rests = not depth
         if depth > 1:
             slope_s = max(0.0, times_s[depth] - times_s[1]) / (depth - 1) / len(rows)
             price = slope_s * float(rates(acceptances, times_s)[depth])

@@ -29,7 +29,7 @@ _MOST_CUT = 1 / 3  # of a chunk that is left out to fill a step of a common size
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
 _USUAL_STEPS = 512  # newest steps of which three quarters take at least the usual time
 _RATE_STEPS = 8  # steps between two estimates of the rate
-_CHUNK_SMOOTHING = 0.1  # of the chunk, likewise
+_CHUNK_SMOOTHING = 0.1  # of the chunk, per step with prompts
 _SMOOTHING = 0.05  # of the entries in front of a prompt token, per step with prompts
 
 
@@ -135,7 +135,6 @@ class LatencyBudget:
         self._probed: set[int] = set()  # powers of two of rows that ran without prompts, although some waited
         self._times_s: deque[float] = deque(maxlen=_USUAL_STEPS)  # of steps that decode
         self._rows: deque[int] = deque(maxlen=_USUAL_STEPS)  # that decoded in these
-        self._tokens = 0  # sum of these
         self._usual_s = 0.0  # that most of them take; 0 until there are enough
         self._reach = 0.0  # thousands of entries in front of a prompt token, smoothed
         self._in_flight: deque[tuple[StepRecord, StepLoad]] = deque()  # scheduled, oldest first
@@ -183,12 +182,13 @@ class LatencyBudget:
 
         It is `plain_s` if more tokens have come in the newest steps than those of these rows will count.
         """
+        if not coming:
+            return plain_s
         totals = self._totals
         answer = totals.generated_tokens / totals.finished if totals.finished >= _FEW_FINISHED else math.inf
         # While prompts are computed, answers end: a prompt takes known / chunk steps, an answer a step per token.
-        together = int(min(coming, answer * self._chunk / max(first.known, 1)))
-        rows = load.rows + together
-        if not together or rows * min(answer, _COUNTED_TOKENS) <= self._tokens:
+        rows = load.rows + int(min(coming, answer * self._chunk / max(first.known, 1)))
+        if rows * min(answer, _COUNTED_TOKENS) <= sum(self._rows):
             return plain_s
         rows = min(rows, _FAR * load.rows)
         grown = StepLoad(rows, load.context * rows / load.rows, 0, 0.0)
@@ -244,10 +244,7 @@ class LatencyBudget:
             self._chunk += _CHUNK_SMOOTHING * (load.prompt_tokens - self._chunk)
         if load.rows:
             self._times_s.append(record.took_s)
-            if len(self._rows) == _USUAL_STEPS:
-                self._tokens -= self._rows[0]
             self._rows.append(load.rows)
-            self._tokens += load.rows
         if load.prompt_tokens:
             self._reach += _SMOOTHING * (load.prompt_context / load.prompt_tokens - self._reach)
         self._steps += 1
@@ -259,7 +256,7 @@ class LatencyBudget:
     def _estimate_rate(self) -> None:
         plain_s = self._model.predict(self._load) or _UNKNOWN_S
         limit_s = min(self._targets.itl_s, self._slowdown * max(plain_s, self._usual_s))
-        tokens = self._fitting(self._load, limit_s, self._reach)
+        tokens = self._fitting(self._load, limit_s, self._reach, 0.0)  # all like the average token
         load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens * self._reach)
         took_s = self._model.predict(load)
         self.rate = tokens / took_s if took_s else 0.0

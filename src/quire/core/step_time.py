@@ -19,7 +19,7 @@ from quire.core.steplog import StepRecord
 
 _WINDOW = 256  # newest steps of each kind that are fitted
 _LEAST = 6  # steps of a kind before it is predicted
-_NEWEST = 8  # steps of each power of two that are kept to predict others
+_NEWEST = 8  # steps of each power of two of rows from which other numbers of rows are predicted
 _DECODING = 3  # terms that do not concern prompts
 _REFIT = 8  # steps between two fits, and later the share of the window that is new
 _NEAR, _NEARNESS = 24, 0.03  # steps at least that show how a step varies; all with so similar predictions do
@@ -104,24 +104,35 @@ class LinearFit:
         times = np.array(self._times_s)
         return np.abs(np.array(self._features) @ self.weights - times) / times
 
+    def newest(self, count: int) -> list[tuple[tuple[float, ...], float]]:
+        """Return the terms and seconds of the newest steps, at most `count`."""
+        return list(zip(self._features, self._times_s, strict=True))[-count:]
+
     def _fit(self) -> None:
         self._since = 0
         features, times = np.array(self._features), np.array(self._times_s)
-        # Errors relative to the time itself count a short step more than a long one of the same work. That makes the first
-        # pass robust against steps that took very long, such as the first of a shape, but it predicts less than the mean.
-        # So the second pass leaves those out and takes errors relative to the prediction. Both must not follow a step that
-        # seemed to take no time, because the host noticed its end together with that of the next one.
-        scales = np.maximum(times, np.median(times) / _MOST_RATIO)
-        predicted = np.maximum(features @ _solve(features, times, scales), 1e-9)
-        kept = (times <= _MOST_RATIO * predicted) & (times >= predicted / _MOST_RATIO)
-        if kept.sum() >= _LEAST:
-            features, times, predicted = features[kept], times[kept], predicted[kept]
-        self.weights = _solve(features, times, predicted)
+        self.weights, kept = _robust_fit(features, times)
         self._weights = self.weights.tolist()
-        self._predicted_s = np.maximum(features @ self.weights, 1e-9)
-        self._ratios = times / self._predicted_s
+        self._predicted_s = np.maximum(features[kept] @ self.weights, 1e-9)
+        self._ratios = times[kept] / self._predicted_s
         usual = self._ratios[self._ratios <= _MOST_LATE]
         self.late = max(1.0, float(np.quantile(usual, _LATE))) if len(usual) else 1.0
+
+
+def _robust_fit(features: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights that fit `features @ weights` to `times`, and which steps count, bool [steps].
+
+    Errors relative to the time itself count a short step more than a long one of the same work. That makes a first pass
+    robust against steps that took very long, such as the first of a shape, but it predicts less than the mean. So a
+    second pass leaves those out and takes errors relative to the prediction. Neither must follow a step that seemed to
+    take no time, because the host noticed its end together with that of the next one.
+    """
+    scales = np.maximum(times, np.median(times) / _MOST_RATIO)
+    predicted = np.maximum(features @ _solve(features, times, scales), 1e-9)
+    kept = (times <= _MOST_RATIO * predicted) & (times >= predicted / _MOST_RATIO)
+    if kept.sum() < min(_LEAST, len(times)):
+        kept[:] = True
+    return _solve(features[kept], times[kept], predicted[kept]), kept
 
 
 def _solve(features: np.ndarray, times: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -149,18 +160,16 @@ class DecodeTimes:
 
     def __init__(self) -> None:
         self._fits: dict[int, LinearFit] = {}
-        self._newest: dict[int, deque[tuple[tuple[float, ...], float]]] = {}  # features and seconds
         self._weights: list[float] | None = None  # of the fit over all; None: to be computed
 
     def has_seen(self, rows: int) -> bool:
         """Return whether a step of about so many rows has run."""
-        return size_class(rows) in self._newest
+        return size_class(rows) in self._fits
 
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
-        features, size = load.features[:_DECODING], size_class(load.rows)
-        self._fits.setdefault(size, LinearFit(_DECODING)).observe(features, took_s)
-        self._newest.setdefault(size, deque(maxlen=_NEWEST)).append((features, took_s))
+        fit = self._fits.setdefault(size_class(load.rows), LinearFit(_DECODING))
+        fit.observe(load.features[:_DECODING], took_s)
         self._weights = None
 
     def fit_for(self, rows: int) -> LinearFit | None:
@@ -173,12 +182,11 @@ class DecodeTimes:
         """Return the seconds of a step; None if too little is known."""
         if (fit := self.fit_for(load.rows)) is not None:
             return fit.predict(load.features[:_DECODING])
-        if len(self._newest) < 2 and not self.has_seen(load.rows):
+        if len(self._fits) < 2 and not self.has_seen(load.rows):
             return None
         if self._weights is None:
-            steps = [step for newest in self._newest.values() for step in newest]
-            features, times = np.array([step[0] for step in steps]), np.array([step[1] for step in steps])
-            self._weights = _solve(features, times, times).tolist()
+            features, times = zip(*(step for fit in self._fits.values() for step in fit.newest(_NEWEST)))
+            self._weights = _robust_fit(np.array(features), np.array(times))[0].tolist()
         return sum(map(mul, self._weights, load.features))
 
     def errors(self) -> list[np.ndarray]:

@@ -2,8 +2,8 @@
 
 Triton's own conversion from e4m3 to bf16 takes an instruction for every number on Hopper (F2F), of a kind that few units
 run. So keys become fp16, which takes one instruction for two codes, and queries in bf16 become fp16 too, divided by a
-power of two for each row. Keys that are NaN stay so. Values are always finite (kv_write.py). They stay in the dtype of the queries, because a
-probability times a scale may be out of fp16's range, and PTX moves their bits into place.
+power of two for each row. NaN keys remain NaN. Values are always finite (kv_write.py). They are converted to the dtype
+of the model, because a probability times a scale may be out of fp16's range; PTX moves their bits into place.
 
 In the second factor of P V, matrix units take the numbers of two tokens from a register. A code's neighbours in memory
 are of the same token, and loading single bytes from shared memory costs more than all else. So few queries load two
@@ -108,8 +108,8 @@ def fp16_queries(q, scale, CODED: tl.constexpr):
 
     A row in bf16 is divided by a power of two that leaves its largest number between 1 and 2, if that number is between
     2^-60 and 2^20: then the score of a masked key times the factor is neither near 0 nor infinite. So a row loses nothing
-    but what is below 2^-25 of its largest number. It is NaN if that is 2^36 or more, or not finite. Queries in fp32 or
-    fp16 stay as they are.
+    but what is below 2^-25 of its largest number. It is NaN if that is 2^36 or more, or not finite. Queries in fp32 and
+    fp16 are returned unchanged.
     """
     if CODED:
         power = tl.full([q.shape[0]], 1.0, tl.float32)

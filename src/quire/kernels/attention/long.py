@@ -230,11 +230,13 @@ def attend_long(
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     target = target_of(q.device)
-    rows, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size(), group, target)
-    if scales is not None:
-        registers = (
-            None  # conversions need more; with a limit, a third of the instructions would move registers
-        )
+    if tile is None:
+        tile = long_tile(dim, q.element_size(), group, target)
+        if (
+            scales is not None
+        ):  # with a limit, moving registers would add 40 % to the instructions of the loop
+            tile = tile._replace(registers=None)
+    rows, block_n, warps, stages, registers = tile
     factor, cap = score_factors(scale, soft_cap)
     pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](

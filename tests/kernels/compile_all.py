@@ -191,7 +191,7 @@ def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     table, lens, starts, slots = ints(rows, 8), ints(rows), ints(rows + 1), longs(rows)
     queries = max(short.SHORT_ROWS // group, 1)
     tiles = long.list_tiles(
-        starts, lens, slots, 9, queries, long.long_tokens(dim, dtype.itemsize, group, target), 1
+        starts, lens, slots, 9, queries, long.long_tokens(dim, dtype.itemsize, group, target, True), 1
     )
     for codes in (torch.float8_e4m3fn, torch.int8) if target.has_fp8 else (torch.int8,):
         keys = torch.zeros(9, kv_heads, 16, dim, dtype=torch.uint8).view(codes)

@@ -65,6 +65,8 @@ def test_hopper_has_the_tiles_that_were_measured_on_it(
 
 def test_hopper_has_the_programs_that_were_measured_on_it() -> None:
     assert [short_tile(128, 2, 2, n, HOPPER).stages for n in (396, 397, 660, 661)] == [5, 4, 4, 5]
+    assert short_tile(128, 2, 4, 2048, HOPPER, coded=True) == (16, 128, 4, 3, None)
+    assert long_tile(128, 2, 4, HOPPER, coded=True) == (64, 128, 4, 2, None)
     splits = [num_splits(rows, 8, 4096, 128, 2, HOPPER) for rows in (1, 2, 4, 8, 16, 32, 33)]
     assert splits == [32, 16, 8, 4, 2, 2, 1]
     assert programs_for(HOPPER.sms) == 128

@@ -37,6 +37,11 @@ class Coded(NamedTuple):
     static: bool
 
 
+def holds_codes(kv: KV) -> bool:
+    """Return whether the tensors of a layer hold codes instead of plain numbers."""
+    return kv[0].dtype in LARGEST
+
+
 def coded(kv: KV, layer: AttentionLayer, head_axis: int = 2) -> Coded | None:
     """Return the codes and scales of a layer, or None if its entries are plain numbers.
 
@@ -45,7 +50,7 @@ def coded(kv: KV, layer: AttentionLayer, head_axis: int = 2) -> Coded | None:
         layer: supplies static scales.
         head_axis: of the block layout.
     """
-    if kv[0].dtype not in LARGEST:
+    if not holds_codes(kv):
         return None
     if len(kv) == 4:
         return Coded(*kv, static=False)

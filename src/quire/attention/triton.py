@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, IndexLayer, LatentLayer
-from quire.attention.entries import coded
+from quire.attention.entries import coded, holds_codes
 from quire.attention.expansion_rule import NO_EXPANSION
 from quire.kernels.attention.kv_write import write_kv
 from quire.kernels.attention.latent import (
@@ -55,7 +55,7 @@ class _TritonPlan:
 
     ones: bool  # whether every row has one new token
     reach: int  # upper bound of the number of keys of a row
-    work: dict[tuple[int, int], _LayerPlan] = field(default_factory=dict)
+    work: dict[tuple[int, ...], _LayerPlan] = field(default_factory=dict)
 
     def latent_work_for(self, layer: LatentLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         """Return the plan of the latent layers, like `work_for`."""
@@ -72,7 +72,7 @@ class _TritonPlan:
 
         Making it launches a kernel, which has to be part of the graph that the pass is captured in.
         """
-        kind = layer.num_heads // layer.num_kv_heads, layer.head_dim
+        kind = layer.num_heads // layer.num_kv_heads, layer.head_dim, holds_codes(batch.kv[layer.index])
         work = self.work.get(kind)
         if work is None or work.layer == layer.index:
             work = self.work[kind] = self._plan_layer(layer, batch, itemsize)
@@ -81,7 +81,8 @@ class _TritonPlan:
     def _plan_layer(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         group = layer.num_heads // layer.num_kv_heads
         queries = self._short_queries(layer, group, itemsize, batch)
-        per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
+        target, has_codes = target_of(batch.seq_lens.device), holds_codes(batch.kv[layer.index])
+        per_tile = long_tokens(layer.head_dim, itemsize, group, target, has_codes)
         return self._plan(layer.index, batch, queries, per_tile, layer.num_kv_heads)
 
     def _plan(
@@ -113,7 +114,8 @@ class _TritonPlan:
         if wanted <= queries or wanted * group > _MOST_SHORT_ROWS:
             return queries
         target = target_of(batch.seq_lens.device)
-        tile = short_tile(layer.head_dim, itemsize, wanted * group, 1, target)
+        has_codes = holds_codes(batch.kv[layer.index])
+        tile = short_tile(layer.head_dim, itemsize, wanted * group, 1, target, has_codes)
         return wanted if fits(tile, layer.head_dim, itemsize, target) else queries
 
 

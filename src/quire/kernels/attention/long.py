@@ -230,13 +230,9 @@ def attend_long(
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     target = target_of(q.device)
-    if tile is None:
-        tile = long_tile(dim, q.element_size(), group, target)
-        if (
-            scales is not None
-        ):  # with a limit, moving registers would add 40 % to the instructions of the loop
-            tile = tile._replace(registers=None)
-    rows, block_n, warps, stages, registers = tile
+    coded = scales is not None
+    used = tile or long_tile(dim, q.element_size(), group, target, coded)
+    rows, block_n, warps, stages, registers = used
     factor, cap = score_factors(scale, soft_cap)
     pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](
@@ -246,7 +242,7 @@ def attend_long(
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=scales is not None, ASM=target.has_ptx, SINKS=sinks is not None,
+        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=coded, ASM=target.has_ptx, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -260,30 +256,39 @@ def attend_long(
 _FEW_PROGRAMS = 10
 
 
-def long_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
+def long_tile(dim: int, itemsize: int, group: int, target: Target, coded: bool = False) -> Tile:
     """Return the tile for a head size, or a smaller one if it does not fit in shared memory.
 
     The first tile of each list was tuned on an H200 (benchmarks/kernels.py).
+
+    Args:
+        dim: head size.
+        itemsize: bytes per element.
+        group: query heads per KV head.
+        target: the GPU.
+        coded: whether keys and values are codes.
     """
-    tiles = [tile.with_rows(group) for tile in _tiles(pad(dim), itemsize, target)]
+    tiles = [tile.with_rows(group) for tile in _tiles(pad(dim), itemsize, target, coded)]
     return first_fit(tiles, dim, itemsize, target)
 
 
-def _tiles(width: int, itemsize: int, target: Target) -> list[Tile]:
+def _tiles(width: int, itemsize: int, target: Target, coded: bool) -> list[Tile]:
     smallest = [Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
     if not target.has_matrix_units:
         return smallest
     if itemsize == 4:
         return [Tile(64 if width <= 128 else 32, 32, 8, 2), Tile(32, 16, 8, 2), *smallest]
+    if width <= 128 and coded:  # a limit of registers would move numbers to memory while they are converted
+        return [Tile(64, 128, 4, 2), *smallest]
     if width <= 128:
         # With 128 registers two programs fit on a multiprocessor: one multiplies while the other takes exponents.
         return [Tile(128, 64, 8, 3, 128), *smallest]
     return [Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), *smallest]
 
 
-def long_tokens(dim: int, itemsize: int, group: int, target: Target) -> int:
-    """Return the number of new tokens that one tile covers."""
-    return long_tile(dim, itemsize, group, target).rows // group
+def long_tokens(dim: int, itemsize: int, group: int, target: Target, coded: bool = False) -> int:
+    """Return the number of new tokens that one tile covers; see `long_tile`."""
+    return long_tile(dim, itemsize, group, target, coded).rows // group
 
 
 def most_tiles(tokens: int, rows: int, queries: int, per_tile: int) -> int:

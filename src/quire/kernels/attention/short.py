@@ -224,7 +224,8 @@ def attend_short(
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
     group = heads // kv_heads
     target = target_of(q.device)
-    used = tile or short_tile(dim, q.element_size(), group * queries, rows * kv_heads * splits, target)
+    coded = scales is not None
+    used = tile or short_tile(dim, q.element_size(), group * queries, rows * kv_heads * splits, target, coded)
     factor, cap = score_factors(scale, soft_cap)
     ones = query_start is None
     starts = seq_lens if query_start is None else query_start
@@ -246,7 +247,7 @@ def attend_short(
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
         ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window_kind(window, chunked),
-        CAPPED=soft_cap is not None, CODED=scales is not None, ASM=target.has_ptx, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
+        CAPPED=soft_cap is not None, CODED=coded, ASM=target.has_ptx, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         merge_splits(
@@ -295,7 +296,9 @@ def _merged(dim: int) -> int:
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-def short_tile(dim: int, itemsize: int, rows: int, programs: int, target: Target) -> Tile:
+def short_tile(
+    dim: int, itemsize: int, rows: int, programs: int, target: Target, coded: bool = False
+) -> Tile:
     """Return the tile for `rows` query rows, or a smaller one if it does not fit in shared memory.
 
     The first choice was tuned on an H200 (benchmarks/kernels.py).
@@ -306,13 +309,16 @@ def short_tile(dim: int, itemsize: int, rows: int, programs: int, target: Target
         rows: query heads of a KV head times the tokens of a row.
         programs: number of programs of the launch.
         target: the GPU.
+        coded: whether keys and values are codes.
     """
     smaller = [Tile(SHORT_ROWS, 32, 4, 3), Tile(SHORT_ROWS, 16, 4, 1)]
-    tuned = [_tuned(pad(dim) * itemsize, programs, target.sms)] if target.has_matrix_units else []
+    tuned = [_tuned(pad(dim) * itemsize, programs, target.sms, coded)] if target.has_matrix_units else []
     return first_fit([tile.with_rows(rows) for tile in tuned + smaller], dim, itemsize, target)
 
 
-def _tuned(row_bytes: int, programs: int, sms: int) -> Tile:
+def _tuned(row_bytes: int, programs: int, sms: int, coded: bool) -> Tile:
+    if coded:  # of half the bytes; four warps hide the conversion better than two
+        return Tile(SHORT_ROWS, 64 if row_bytes > 256 else 128, 4, 3)
     if row_bytes == 512:
         return Tile(SHORT_ROWS, 64, 4, 4)
     keys = max(16, min(_TILE_BYTES // row_bytes, 128))

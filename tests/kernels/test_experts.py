@@ -268,18 +268,19 @@ def test_many_tokens_interpreted(case: ExpertCase, tile: GroupedTile) -> None:
     case.check(case.many(tile, tile))
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(20, 4), (513, 11)])
 @pytest.mark.parametrize("tile", [16, 32])
 @pytest.mark.parametrize("tokens", [17, 70, 600])
-def test_rows_are_grouped_by_expert(tokens: int, tile: int) -> None:
+def test_rows_are_grouped_by_expert(tokens: int, tile: int, experts: int, top_k: int) -> None:
     """Every row is in the part of its expert, in the order of tokens, and in one tile."""
     torch.manual_seed(tokens)
-    choice = route(torch.randn(tokens, 20, device=DEVICE), None, rule_arguments(20, 4))
-    grouped = group(choice, 20, tile)
+    choice = route(torch.randn(tokens, experts, device=DEVICE), None, rule_arguments(experts, top_k))
+    grouped = group(choice, experts, tile)
     flat = choice.ids.flatten().cpu()
     order = flat.long().argsort(stable=True)
-    assert torch.equal(grouped.source.cpu().long(), order // 4)
-    assert torch.equal(grouped.place.flatten().cpu().long()[order], torch.arange(tokens * 4))
-    counts = flat.bincount(minlength=20)
+    assert torch.equal(grouped.source.cpu().long(), order // top_k)
+    assert torch.equal(grouped.place.flatten().cpu().long()[order], torch.arange(tokens * top_k))
+    counts = flat.bincount(minlength=experts)
     assert torch.equal(grouped.ends.cpu(), counts.cumsum(0).int())
     begins = (counts.cumsum(0) - counts).tolist()
     tiles = [(e, b + i) for e, b in enumerate(begins) for i in range(0, int(counts[e]), tile)]
@@ -309,7 +310,12 @@ def test_a_token_that_is_not_finite_changes_no_other(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17, 64, 300, 1000, 3000])
 @pytest.mark.parametrize(
     ("experts", "top_k", "hidden", "width", "kind"),
-    [(128, 8, 2048, 768, "silu"), (60, 4, 520, 200, "clamped_swiglu"), (8, 2, 1024, 1500, "gelu")],
+    [
+        (128, 8, 2048, 768, "silu"),
+        (60, 4, 520, 200, "clamped_swiglu"),
+        (8, 2, 1024, 1500, "gelu"),
+        (513, 11, 512, 64, "silu"),
+    ],
 )
 def test_layers(
     tokens: int, experts: int, top_k: int, hidden: int, width: int, kind: str, dtype: torch.dtype

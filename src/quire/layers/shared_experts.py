@@ -18,8 +18,8 @@ from quire.layers.routing_params import Routing
 from quire.quant.base import Part
 from quire.quant.loading import open_packed
 
-# Kernels pad the number of experts to a power of two. With 1,024 the one that groups tokens takes minutes to compile.
-_MOST_EXPERTS = 512
+# Kernels pad the number of experts to a power of two, and were not tried with a larger one.
+_MOST_EXPERTS = 1024
 # Names of the projections of the MLP.
 _GATE, _UP, _DOWN = ("gate_proj", "up_proj", "down_proj")
 

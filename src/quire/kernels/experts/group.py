@@ -16,6 +16,8 @@ from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
+_COUNTS = 1 << 13  # counts that a program holds at once
+
 
 @kernel(do_not_specialize=["tokens", "blocks", "most_tiles", "each"])
 def _group(
@@ -32,8 +34,10 @@ def _group(
     each,  # tiles that a program writes
     E: tl.constexpr,
     E_PAD: tl.constexpr,
+    E_LOG: tl.constexpr,  # E_PAD = 2 ** E_LOG
     TOP_K: tl.constexpr,
     ITEMS: tl.constexpr,  # rows of a block, at least tokens of a block * TOP_K
+    OTHERS: tl.constexpr,  # rows of a block that all are compared with at once
     ROWS: tl.constexpr,  # tokens of a block
     TILE: tl.constexpr,  # rows of a tile
     TILES: tl.constexpr,  # at least `each`
@@ -59,13 +63,19 @@ def _group(
         tl.store(ends + e, end, mask=e < E)
 
     item = tl.arange(0, ITEMS)
-    at = block * (ROWS * TOP_K) + item
-    real = (item < ROWS * TOP_K) & (at < tokens * TOP_K)
+    first_item = block * (ROWS * TOP_K)
+    own = tl.minimum(tokens - block * ROWS, ROWS) * TOP_K
+    real = item < own
+    at = first_item + item
     mine = tl.load(ids + at, mask=real, other=-1)
-    earlier = (mine[None, :] == mine[:, None]) & (item[None, :] < item[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)
+    rank = tl.zeros([ITEMS], tl.int32)  # among the rows of the block with the same expert
+    for start in range(0, own, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        theirs = tl.load(ids + first_item + other, mask=other < own, other=-1)
+        earlier = (theirs[None, :] == mine[:, None]) & (other[None, :] < item[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
     begin = end - total + before
-    row = rank + tl.sum(tl.where(mine[:, None] == e[None, :], begin[None, :], 0), 1)
+    row = rank + tl.gather(begin, tl.maximum(mine, 0), 0)
     tl.store(place + at, row, mask=real)
     tl.store(source + row, at // TOP_K, mask=real)
 
@@ -73,10 +83,14 @@ def _group(
     last_tile = tl.cumsum(tiles, 0)
     t = tl.arange(0, TILES)
     tile = block * each + t
-    first_tile = last_tile - tiles
-    owns = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < last_tile[None, :])
-    expert = tl.sum(tl.where(owns, e[None, :] + 1, 0), 1) - 1
-    first = tl.sum(tl.where(owns, (end - total - first_tile * TILE)[None, :], 0), 1) + tile * TILE
+    # The expert of a tile is the number of experts that end before it.
+    expert = tl.zeros([TILES], tl.int32)
+    for half in tl.static_range(1, E_LOG + 1):
+        ends_before = tl.gather(last_tile, expert + (E_PAD >> half) - 1, 0) <= tile
+        expert += tl.where(ends_before, E_PAD >> half, 0)
+    is_real = tile < tl.sum(tiles, 0)
+    first = tl.gather(end - total - (last_tile - tiles) * TILE, expert, 0) + tile * TILE
+    expert = tl.where(is_real, expert, -1)
     written = (t < each) & (tile < most_tiles)
     tl.store(tile_expert + tile, expert, mask=written)
     tl.store(tile_first + tile, first, mask=written)
@@ -111,6 +125,7 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     blocks, rows = counts.shape[0], tokens * top_k
     most = rows // tile + min(experts, rows)  # the last tile of each expert may have fewer rows
     each = triton.cdiv(most, blocks)
+    items, log = triton.next_power_of_2(choice.rows * top_k), (experts - 1).bit_length()
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=ids.device, dtype=torch.int32)
@@ -120,8 +135,9 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     _group[(blocks,)](
         ids, counts, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
         tokens, blocks, most, each,
-        E=experts, E_PAD=triton.next_power_of_2(experts), TOP_K=top_k,
-        ITEMS=triton.next_power_of_2(choice.rows * top_k), ROWS=choice.rows, TILE=tile,
-        TILES=triton.next_power_of_2(each), CHUNK=min(64, triton.next_power_of_2(blocks)), PDL=pdl, num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
+        E=experts, E_PAD=1 << log, E_LOG=log, TOP_K=top_k,
+        ITEMS=items, OTHERS=min(items, 64), ROWS=choice.rows, TILE=tile,
+        TILES=triton.next_power_of_2(each), CHUNK=min(max(_COUNTS >> log, 1), triton.next_power_of_2(blocks)), PDL=pdl,
+        num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return grouped

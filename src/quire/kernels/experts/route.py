@@ -76,6 +76,7 @@ def route_rows(
     gate,  # float32 [ROWS, K_PAD], the logit of the shared experts in every column, if SHARED_GATE
     correction,  # float32 [E], if CORRECTION
     scale,
+    top_k,  # TOP_K
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
@@ -128,14 +129,14 @@ def route_rows(
     k = tl.arange(0, K_PAD)[None, :]
     ids = tl.zeros([ROWS, K_PAD], tl.int32)
     found = tl.zeros([ROWS, K_PAD], tl.int32)  # the bits of the scores
-    chosen = tl.zeros([PARTS, ROWS, LANES], tl.int1)
-    for i in tl.static_range(TOP_K):
+    # Not unrolled: with 512 experts, fetching the instructions would take most of the time.
+    for i in range(top_k):
         best = _first(order, _largest(order), e, E_PAD)  # the first of equal ones
         mine = e == _wide(best)
         ids = tl.where(k == i, best[:, None], ids)
         found = tl.where(k == i, _largest(tl.where(mine, bits, _LEAST))[:, None], found)
         order = tl.where(mine, _LEAST, order)
-        chosen = chosen | mine
+    chosen = order == _LEAST
     weights = tl.where(k < TOP_K, found.to(tl.float32, bitcast=True), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
@@ -168,7 +169,7 @@ def list_chosen(count, active, slots, E: tl.constexpr, SHARED: tl.constexpr):
         tl.store(active + e, E + e, mask=e < SHARED)
 
 
-@kernel(do_not_specialize=["tokens", "slots"])
+@kernel(do_not_specialize=["tokens", "slots", "top_k"])
 def _route(
     logits,  # [tokens, E], and with SHARED_GATE one more column
     correction,  # float32 [E], if CORRECTION
@@ -178,6 +179,7 @@ def _route(
     tokens,
     slots,  # of chosen experts, without the shared ones
     scale,
+    top_k,  # TOP_K, for a loop that is not unrolled
     E: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
@@ -212,7 +214,7 @@ def _route(
     if SHARED_GATE:
         gate = tl.load(logits + row.to(tl.int64) * (E + 1) + E + 0 * k, mask=real, other=0.0).to(tl.float32)
     mine, weight, chosen = route_rows(
-        found.to(tl.float32), gate, correction, scale, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION,
+        found.to(tl.float32), gate, correction, scale, top_k, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION,
         RENORMALISE, GROUPS, G_PAD, TOP_GROUPS, TWO,
     )  # fmt: skip
     tl.store(ids + row * EACH + k, mine, mask=real)
@@ -306,6 +308,7 @@ def rule_arguments(
         "SIGMOID": sigmoid,
         "RENORMALISE": renormalise,
         "scale": float(scale),
+        "top_k": top_k,
         "GROUPS": groups,
         "G_PAD": triton.next_power_of_2(groups),
         "TOP_GROUPS": top_groups,

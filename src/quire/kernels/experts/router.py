@@ -54,7 +54,7 @@ def _normed_rows(
         tl.store(normed + to, result.to(normed.dtype.element_ty), mask=real)
 
 
-@kernel(do_not_specialize=["tokens", "slots"])
+@kernel(do_not_specialize=["tokens", "slots", "top_k"])
 def _router_few(
     x,  # [tokens, HIDDEN]
     residual,  # [tokens, HIDDEN], if ADD
@@ -74,6 +74,7 @@ def _router_few(
     slots,
     eps,
     scale,
+    top_k,  # TOP_K, for a loop that is not unrolled
     HIDDEN: tl.constexpr,
     E: tl.constexpr,
     PARTS: tl.constexpr,
@@ -165,7 +166,7 @@ def _router_few(
         if BIAS:
             logits += tl.load(bias + every, mask=every < E, other=0.0).to(tl.float32)
         mine, share, chosen = route_rows(
-            logits, gate, correction, scale, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION, RENORMALISE,
+            logits, gate, correction, scale, top_k, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION, RENORMALISE,
             GROUPS, G_PAD, TOP_GROUPS, TWO,
         )  # fmt: skip
         tl.store(ids + r[:, None] * (TOP_K + SHARED) + j[None, :], mine, mask=there)

@@ -72,6 +72,7 @@ def test_hopper_has_the_programs_that_were_measured_on_it() -> None:
     assert programs_for(HOPPER.sms) == 128
     assert tile(6144, 1024, HOPPER.sms, True, True) == (8, 1024, 1, 4)
     assert tile(1024, 3072, HOPPER.sms) == (4, 1024, 3, 4)
+    assert tile(28672, 4096, HOPPER.sms, True, True, 1) == (16, 2048, 2, 8)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)

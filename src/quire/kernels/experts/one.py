@@ -29,7 +29,7 @@ OneTile = tuple[int, int, int, int]
 _LOAD_BYTES = 16 * 32  # of a warp
 _WARPS = 4
 _MOST_LOADS = 64  # of a program of `one_down`: their loop is unrolled
-_PROGRAM_BYTES = 1 << 14  # of a program of `one_gate_up`
+_PROGRAM_BYTES = 1 << 14  # of a program of `one_gate_up`; twice as many with codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,38 @@ class ExpertMatrices:
         return "none" if self.scale is None else "row" if self.scale.dim() == 2 else "block"
 
 
+# From four bytes, the e2m1 numbers of the lower halves and those of the upper halves, in fp16. `prmt` looks up the first
+# byte of a number's fp16 form, of which the second is 0; the signs are the first bits of the halves.
+_E2M1 = tl.constexpr("""{
+.reg .b32 a, b, low, high, zero;
+mov.b32 zero, 0;
+and.b32 a, $4, 0x77777777;
+shr.u32 b, a, 16;
+mov.b32 low, 0x3e3c3800;
+mov.b32 high, 0x46444240;
+prmt.b32 a, low, high, a;
+prmt.b32 b, low, high, b;
+shl.b32 low, $4, 4;
+prmt.b32 high, low, $4, 0xd9c8;
+prmt.b32 low, low, $4, 0xfbea;
+lop3.b32 a, high, 0x80808080, a, 0xEA;
+lop3.b32 b, low, 0x80808080, b, 0xEA;
+prmt.b32 $0, a, zero, 0x2404;
+prmt.b32 $1, b, zero, 0x2404;
+prmt.b32 $2, a, zero, 0x3414;
+prmt.b32 $3, b, zero, 0x3414;
+}""")
+
+
 @triton.jit
-def _columns(x, c: tl.constexpr, K: tl.constexpr, FOUR: tl.constexpr, CHUNK: tl.constexpr):
-    """Load what a chunk is multiplied with, in fp32: [CHUNK] each for the lower and the upper halves of bytes."""
-    at = c * CHUNK + tl.arange(0, CHUNK)
+def _columns(
+    x, c: tl.constexpr, K: tl.constexpr, FOUR: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Load what a chunk is multiplied with, in fp32: [OUTS, CHUNK] each for the lower and the upper halves of bytes.
+
+    Each row loads its columns, which the L1 cache holds: to share them, the warps would have to wait for each other.
+    """
+    at = c * CHUNK + tl.arange(0, CHUNK)[None, :] + tl.zeros([OUTS, 1], tl.int32)
     if FOUR:
         k = at // 32 * 64 + at % 32
         low = tl.load(x + k, mask=at < K // 2, other=0.0).to(tl.float32)
@@ -70,11 +98,17 @@ def _columns(x, c: tl.constexpr, K: tl.constexpr, FOUR: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _e2m1(codes, HIGH: tl.constexpr):
-    """Return the e2m1 numbers of the lower or upper halves of bytes, times 2^-14: their bits in an fp16 number."""
-    code = codes.to(tl.int16)
-    bits = (code & 0x70) << 5 | (code & 0x80) << 8 if HIGH else (code & 7) << 9 | (code & 8) << 12
-    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+def _e2m1(codes, ASM: tl.constexpr):
+    """Return the e2m1 numbers of the lower and of the upper halves of bytes, in fp16. ASM: whether to convert with PTX."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _E2M1, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        code = codes.to(tl.int16)
+        low = ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True)
+        high = ((code & 0x70) << 5 | (code & 0x80) << 8).to(tl.float16, bitcast=True)
+        return low * 16384.0, high * 16384.0
 
 
 @triton.jit
@@ -88,6 +122,7 @@ def _products(
     c: tl.constexpr,
     K: tl.constexpr,
     SCALES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Return the products of a chunk, without scales of rows, in parts that are yet to be added: [OUTS, parts]."""
     OUTS: tl.constexpr = codes.shape[0]
@@ -95,19 +130,20 @@ def _products(
     if SCALES == "fp4":
         group = 2 * (c * (CHUNK // 32) + tl.arange(0, CHUNK // 32))
         total = tl.zeros([OUTS, CHUNK // 32], tl.float32)
+        codes = _e2m1(codes, ASM)
         for high in tl.static_range(2):
-            number = _e2m1(codes, high == 1) * columns[high][None, :]
+            number = codes[high].to(tl.float32) * columns[high]
             sums = tl.sum(tl.reshape(number, [OUTS, CHUNK // 32, 32]), 2)
             at = scale + (group + high)[None, :] * stride + row[:, None]
             power = tl.load(at, mask=(group * 32 < K)[None, :], other=0).to(tl.int32) << 23
-            total += sums * 16384.0 * power.to(tl.float32, bitcast=True)
+            total += sums * power.to(tl.float32, bitcast=True)
         return total
     elif SCALES == "block":
         k = c * CHUNK + tl.arange(0, CHUNK)
         of_block = tl.load(scale + k // 128 * stride + first // 128, mask=k < K, other=0.0)
-        return codes.to(tl.float32) * (columns[0] * of_block)[None, :]
+        return codes.to(tl.float32) * (columns[0] * of_block[None, :])
     else:
-        return codes.to(tl.float32) * columns[0][None, :]
+        return codes.to(tl.float32) * columns[0]
 
 
 @kernel
@@ -128,6 +164,7 @@ def _one_gate_up(
     OUTS: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPTH: tl.constexpr,  # chunks in flight
+    ASM: tl.constexpr,  # convert e2m1 numbers with PTX
     PDL: tl.constexpr,
 ) -> None:
     """Grid (chosen, tiles of WIDTH)."""
@@ -153,13 +190,13 @@ def _one_gate_up(
     gate = tl.zeros([OUTS, PARTS], tl.float32)
     up = tl.zeros([OUTS, PARTS], tl.float32)
     for c in tl.static_range(CHUNKS):
-        columns = _columns(x, c, HIDDEN, FOUR, CHUNK)
+        columns = _columns(x, c, HIDDEN, FOUR, OUTS, CHUNK)
         if c + DEPTH < CHUNKS:
             gates = appended(gates, load_chunk(weight, before + row, c + DEPTH, ROW, CHUNK))
             ups = appended(ups, load_chunk(weight, before + WIDTH + row, c + DEPTH, ROW, CHUNK))
-        gate += _products(gates[c], columns, of_expert, row, first, scale_stride, c, HIDDEN, SCALES)
+        gate += _products(gates[c], columns, of_expert, row, first, scale_stride, c, HIDDEN, SCALES, ASM)
         up += _products(
-            ups[c], columns, of_expert, WIDTH + row, WIDTH + first, scale_stride, c, HIDDEN, SCALES
+            ups[c], columns, of_expert, WIDTH + row, WIDTH + first, scale_stride, c, HIDDEN, SCALES, ASM
         )
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALES == "row":
@@ -191,6 +228,7 @@ def _one_down(
     OUTS: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPTH: tl.constexpr,  # chunks in flight
+    ASM: tl.constexpr,  # convert e2m1 numbers with PTX
     PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles of HIDDEN)."""
@@ -228,14 +266,14 @@ def _one_down(
         part = tl.zeros([OUTS, PARTS], tl.float32)
         of_expert = scale + experts[j] * scale_size
         for c in tl.static_range(CHUNKS):
-            columns = _columns(h + j * WIDTH, c, WIDTH, FOUR, CHUNK)
+            columns = _columns(h + j * WIDTH, c, WIDTH, FOUR, OUTS, CHUNK)
             if j * CHUNKS + c + DEPTH < CHOSEN * CHUNKS:
                 from_row = experts[(j * CHUNKS + c + DEPTH) // CHUNKS] * HIDDEN + row
                 chunks = appended(
                     chunks, load_chunk(weight, from_row, (j * CHUNKS + c + DEPTH) % CHUNKS, ROW, CHUNK)
                 )
             part += _products(
-                chunks[j * CHUNKS + c], columns, of_expert, row, first, scale_stride, c, WIDTH, SCALES
+                chunks[j * CHUNKS + c], columns, of_expert, row, first, scale_stride, c, WIDTH, SCALES, ASM
             )  # fmt: skip
         total += part * factors[j][:, None]
     sums = tl.sum(total, 1)
@@ -268,12 +306,13 @@ def one_gate_up(
     hidden, width, chosen = x.shape[1], w.weight.shape[1] // 2, choice.ids.shape[1]
     h = torch.empty(chosen, width, device=x.device, dtype=x.dtype)
     outputs, chunk, depth, warps = tile or _gate_up_tile(w.weight.shape[2], w.weight.element_size())
-    pdl = target_of(x.device).has_dependent_launch
+    target = target_of(x.device)
+    pdl = target.has_dependent_launch
     scale = x if w.scale is None else w.scale
     _one_gate_up[(chosen, triton.cdiv(width, outputs))](
         x, w.weight, scale, x if w.bias is None else w.bias, choice.ids, h, scale.shape[-1], scale[0].numel(),
         HIDDEN=hidden, WIDTH=width, KIND=kind, BIAS=w.bias is not None, SCALES=w.scales, OUTS=outputs, CHUNK=chunk,
-        DEPTH=min(depth, triton.cdiv(w.weight.shape[2], chunk)), PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        DEPTH=min(depth, triton.cdiv(w.weight.shape[2], chunk)), ASM=target.has_ptx, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return h
 
@@ -292,21 +331,22 @@ def one_down(
     (chosen, width), hidden = h.shape, w.weight.shape[1]
     y = torch.empty(1, hidden, device=h.device, dtype=h.dtype)
     outputs, chunk, depth, warps = tile or _down_tile(w.weight.shape[2], w.weight.element_size())
-    pdl = target_of(h.device).has_dependent_launch
+    target = target_of(h.device)
+    pdl = target.has_dependent_launch
     scale = h if w.scale is None else w.scale
     _one_down[(triton.cdiv(hidden, outputs),)](
         h, w.weight, scale, h if w.bias is None else w.bias, choice.ids, choice.weights, y,
         scale.shape[-1], scale[0].numel(), HIDDEN=hidden, WIDTH=width, CHOSEN=chosen, BIAS=w.bias is not None,
         SCALES=w.scales, OUTS=outputs, CHUNK=chunk, DEPTH=min(depth, chosen * triton.cdiv(w.weight.shape[2], chunk)),
-        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        ASM=target.has_ptx, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return y
 
 
 def _gate_up_tile(row: int, itemsize: int) -> OneTile:
-    """Return the sizes of a program that reads about 16 KB, with up to 256 bytes of a thread in flight."""
+    """Return the sizes of a program, of which each thread has up to 256 bytes in flight. Tuned on an H200."""
     chunk = _chunk_for(row, itemsize)
-    fitting = max(_PROGRAM_BYTES // (2 * row * itemsize), 1)
+    fitting = max(_PROGRAM_BYTES * (2 if itemsize == 1 else 1) // (2 * row * itemsize), 1)
     outputs = min(1 << (fitting.bit_length() - 1), 8)
     of_thread = max(2 * outputs * chunk * itemsize // (32 * _WARPS), 16)
     return outputs, chunk, max(256 // of_thread, 1), _WARPS
@@ -319,7 +359,7 @@ def _chunk_for(row: int, itemsize: int) -> int:
 
 
 def _down_tile(row: int, itemsize: int) -> OneTile:
-    """Return the sizes of a program whose warps load one row each, or share one."""
+    """Return the sizes of a program, whose threads load from two rows, and have 256 bytes in flight."""
     chunk = _chunk_for(row, itemsize)
-    outputs = max(_WARPS * _LOAD_BYTES // itemsize // chunk, 1)
-    return min(outputs, 16), chunk, 12, _WARPS
+    outputs = max(2 * _WARPS * _LOAD_BYTES // itemsize // chunk, 1)
+    return min(outputs, 16), chunk, 8, _WARPS

@@ -283,6 +283,8 @@ def tile(
     flight. A chunk is what the threads load of a row at once; after a norm it has up to 4096 columns. There is about
     one program per multiprocessor or more, if the weight has enough rows.
     """
+    if itemsize == 1 and gated and normed and _CODES < inputs <= 2 * _CODES and rows >= _MANY * sms:
+        return 16, _CODES, 2, 8  # with less of the norm in each of so many programs
     warps, chunk = _width(inputs, normed, itemsize)
     chunks = triton.cdiv(inputs, chunk)
     most = 8 if inputs * itemsize <= 4096 else 4
@@ -303,6 +305,7 @@ def programs_for(sms: int) -> int:
     return max(sms - sms % 16, 16)
 
 
+_CODES, _MANY = 2048, 128  # columns of a chunk; rows of W per multiprocessor
 _MOST_CHUNKS = 8  # per row of W: their loop is unrolled, and two rows of x share the registers
 # With so many 16-bit inputs, two rows of x take 247 registers of a thread behind a norm. That leaves two programs per
 # multiprocessor, which do not hide the latency of memory: a step of two rows of an 8B model took 5.5 ms on an H200, one

@@ -1,6 +1,6 @@
 """The scales of an FP8 product that the library has computed without them, and the operation behind it.
 
-The library's product is 10 to 50 % faster without scales per row than with them. Its sums are rounded to bf16, whose
+With few results, the library is 10 to 50 % faster without scales per row than with them. Its sums are rounded to bf16, whose
 range has room for sums without scales, and once more here.
 """
 

@@ -42,8 +42,8 @@ def test_a_step_is_padded_more_until_it_is_captured() -> None:
     for _ in range(20):
         run, captures = padding.run(STEP)
         found.append((run.rows + run.prompt_tokens, captures))
-    first = found.index((1152, True))
-    assert found == [(1536, False)] * first + [(1152, True)] + [(1152, False)] * (19 - first)
+    first = found.index((1536, True))
+    assert found == [(1536, False)] * first + [(1536, True)] + [(1152, False)] * (19 - first)
     assert 3 < first < 15
     other = padding.copy()
     assert other.run(STEP) == padding.run(STEP)

@@ -60,14 +60,14 @@ class GraphPadding:
         wanted = self._shapes.fit(rows, tokens, TOKENS, shares=False)
         if wanted is None:
             return load, False
-        shape = wanted
+        shape, captures = wanted, False
         if wanted not in self._captured:
-            shape = self._stand_ins.choose(wanted, self._captured, len(self._captured) < MAX_GRAPHS)
-        is_new = shape not in self._captured
-        if is_new:
-            self._captured[shape] = None
+            has_room = len(self._captured) < MAX_GRAPHS
+            shape, captures = self._stand_ins.choose(wanted, self._captured, has_room)
+        if captures:
+            self._captured[wanted] = None
             self._stand_ins.forget()
-        return load._replace(prompt_tokens=shape.tokens - load.rows), is_new
+        return load._replace(prompt_tokens=shape.tokens - load.rows), captures
 
     def copy(self) -> GraphPadding:
         return copy.deepcopy(self)

@@ -5,8 +5,8 @@ its shape: the numbers of rows and tokens, rounded up to a few sizes, and the st
 filled with the dummy slot.
 
 Common shapes are captured before the first request and while the engine is idle. A step of a new shape is padded to a
-captured one that stands in for it (step_shapes.py). Without one, it runs operation by operation, which compiles and
-loads its kernels, and is captured while the device still runs it. All graphs share one memory pool, because they run
+captured one that stands in for it (step_shapes.py). Without one, it runs operation by operation. A shape that is worth
+a graph of its own is captured while the device still runs the step. All graphs share one memory pool, because they run
 one after the other. The memory of a graph itself is never returned, so the number of graphs is limited.
 """
 
@@ -84,18 +84,18 @@ class CudaGraphs:
         wanted = self._shape_of(plan)
         if wanted is None:
             return self._batcher.open(plan, staging)
-        shape = wanted
-        if (graph := self._captured.get(wanted)) is None:
-            shape = self._stand_ins.choose(wanted, self._captured, self._has_room)
-            graph = self._captured.get(shape)
+        shape, captures = wanted, False
+        if wanted not in self._captured:
+            shape, captures = self._stand_ins.choose(wanted, self._captured, self._has_room)
         step = self._batcher.open(plan, staging, shape)
-        if graph is not None:
+        if graph := self._captured.get(shape):
             graph.replay()
             if shape.prefix != wanted.prefix:
                 self._finish(replace(shape, prefix=wanted.prefix))
         else:
             self._run(shape)
-            self._capture(shape)
+        if captures:  # while the device runs the step
+            self._capture(wanted)
         step.done, step.logits = wanted.prefix.last, self._first_logits[len(step.logit_rows.slots_host)]
         return step
 

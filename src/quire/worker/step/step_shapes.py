@@ -22,7 +22,7 @@ FULL_TOKENS = (
     8192  # the longest step that is captured without padding: launching it takes less time than running it
 )
 _PADDED_TOKENS = 2048  # the longest step with prompts that is captured with padding
-_BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps (12 to 25 ms)
+_BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
 _TAIL = 0.1  # of a step: cost of sampling operation by operation after a graph that ends with the logits
 
@@ -218,16 +218,21 @@ class StandIns:
         self._lost: defaultdict[StepShape, float] = defaultdict(float)  # steps' worth of padding by shape
         self._found: dict[StepShape, StepShape | None] = {}  # while the captured shapes stay the same
 
-    def choose(self, shape: StepShape, captured: Iterable[StepShape], may_capture: bool) -> StepShape:
-        """Return the shape to run a step of `shape` with: one of `captured`, or `shape` itself, which is new."""
+    def choose(
+        self, shape: StepShape, captured: Iterable[StepShape], may_capture: bool
+    ) -> tuple[StepShape, bool]:
+        """Return the shape to run a step of the new `shape` with, and whether to capture `shape` now.
+
+        The shape is one of `captured`, or `shape` itself if none stands in for it.
+        """
         if shape not in self._found:
             fitting = (other for other in captured if other.stands_in_for(shape))
             self._found[shape] = min(fitting, key=lambda other: other.excess_over(shape), default=None)
         stand_in = self._found[shape]
-        if stand_in is None or (may_capture and self._lost[shape] >= _BUY_AT_STEPS):
-            return shape
+        if stand_in is None:
+            return shape, True
         self._lost[shape] += stand_in.excess_over(shape)
-        return stand_in
+        return stand_in, may_capture and self._lost[shape] >= _BUY_AT_STEPS
 
     def forget(self) -> None:
         """Note that the set of captured shapes has changed."""

@@ -250,7 +250,7 @@ def test_splits_fill_the_device_and_do_not_exceed_the_keys() -> None:
 @interpreted
 @pytest.mark.parametrize("seed", range(6))
 def test_splits_that_are_merged_in_parts_interpreted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend_short, "_MERGED", 2)
+    monkeypatch.setattr(attend_short, "_MERGED_SUMS", 32)
     rng = random.Random(300 + seed)
     rows = random_rows(rng, 150, [1] if seed % 2 else [1, 1, 2, 9], 4)
     options: dict[str, Any] = {"dim": 128, "block_size": 16, "window": rng.choice([None, 40, 100])}

@@ -35,7 +35,8 @@ from quire.kernels.target import Target, target_of
 SHORT_ROWS = 16  # query rows of a program: the minimum of a matrix unit
 _TILE_BYTES = 16384  # size of a tile of keys, and of a tile of values
 _MAX_SPLITS = 256
-_MERGED = 64  # splits whose sums fit in the registers of a merging program
+_MERGED_SUMS = 1 << 14  # of splits, that fit in the registers of a merging program
+_PART = 64  # dimensions of a merging program while there are few
 
 
 @triton.jit
@@ -138,14 +139,15 @@ def _short_kernel(
 @kernel
 def _merge_kernel(
     sums, stats, out, seq_lens, query_start, window, splits,
-    QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    ONES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, ONES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows, QUERIES). A program merges the splits of one query, CHUNK at a time."""
+    """Grid (heads, rows, QUERIES * PARTS). A program merges PART dimensions of one query, CHUNK splits at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    head, row, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row = tl.program_id(0), tl.program_id(1)
+    query, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
     token, n = row, 1
     if not ONES:
         token = tl.load(query_start + row)
@@ -155,9 +157,9 @@ def _merge_kernel(
     _, tiles = _key_range(tl.load(seq_lens + row), n, window, WINDOW, BLOCK_N)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))  # the others have no keys
     heads = tl.num_programs(0)
-    dim = tl.arange(0, DIM_PAD)
+    dim = part * PART + tl.arange(0, PART)
     real = dim < DIM
-    acc = tl.zeros([DIM_PAD], tl.float32)
+    acc = tl.zeros([PART], tl.float32)
     whole, top = tl.zeros([], tl.float32), tl.full([], MASKED, tl.float32)
     for first in range(0, used, CHUNK):
         split = first + tl.arange(0, CHUNK)
@@ -280,17 +282,26 @@ def merge_splits(
     """
     dim, rows = out.shape[1] // heads, seq_lens.shape[0]
     starts = seq_lens if query_start is None else query_start
-    pdl = target_of(out.device).has_dependent_launch
-    _merge_kernel[(heads, rows, queries)](
+    target = target_of(out.device)
+    pdl = target.has_dependent_launch
+    part = merged_part(dim, rows * queries * heads, target)
+    parts = pad(dim) // part
+    _merge_kernel[(heads, rows, queries * parts)](
         sums, stats, out, seq_lens, starts, window or 0, splits,
-        QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), BLOCK_N=keys, CHUNK=min(splits, _merged(dim)),
+        QUERIES=queries, DIM=dim, PART=part, PARTS=parts, BLOCK_N=keys, CHUNK=min(splits, max(_MERGED_SUMS // part, 1)),
         ONES=query_start is None, WINDOW=window_kind(window, chunked), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _merged(dim: int) -> int:
-    """Return the number of splits whose sums fit in the registers of a merging program."""
-    return max(_MERGED * 256 // max(pad(dim), 256), 1)
+def merged_part(dim: int, heads: int, target: Target) -> int:
+    """Return the dimensions that a merging program has: some of a head, if there are fewer heads than multiprocessors.
+
+    Args:
+        dim: head size.
+        heads: of all queries.
+        target: the GPU.
+    """
+    return min(pad(dim), _PART) if heads < target.sms else pad(dim)
 
 
 # ------------------------------------------------------------------------------------ sizes of the work

@@ -122,6 +122,31 @@ def test_a_request_alone(clock: Clock) -> None:
     assert timing.first_token_s == timing.arrival_s + 16 * TOKEN_S
 
 
+def test_a_step_that_ended_while_it_was_launched_takes_no_less_than_no_time(clock: Clock) -> None:
+    """A launch that captures a graph outlasts its step, and the one in front is only asked for afterwards."""
+    engine = engine_on(clock, depth=2)
+    device = engine.executor
+    assert isinstance(device, Device)
+    sample = device.sample
+
+    class LateHandle(Device.Handle):
+        def wait(self) -> StepResult:
+            self.clock.now_s += 1.0
+            return super().wait()
+
+    def slow(step: int, masks: object) -> Device.Handle:
+        handle = sample(step, masks)
+        clock.now_s += 50.0 * (step == 3)
+        return LateHandle(handle.clock, handle.ready_s, handle.result)
+
+    device.sample = slow  # type: ignore[method-assign]
+    engine.add(ask("a", [1] * 16, 8))
+    timing = run(engine)["a"]
+    took_s = [record.took_s for record in engine.log.ended_since(0)]
+    assert min(took_s) >= 0 and sum(took_s) == pytest.approx(clock.now_s - 1000.0)
+    assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-9)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_decoding_loses_time_to_the_prompts_of_others(clock: Clock, depth: int) -> None:
     engine = engine_on(clock, depth=depth)

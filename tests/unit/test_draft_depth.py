@@ -204,6 +204,17 @@ def test_a_slow_step_is_no_reason_to_stop_drafting() -> None:
     assert simulation.gain(0.95, 300) > 3.5
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_that_seem_to_take_no_time_do_no_harm(seed: int) -> None:
+    """The host may learn of several steps at once; on a GPU every second step seemed to take less than none."""
+    rng = random.Random(seed)
+    simulation = Simulation(AdaptiveDepth(4), H200_MS[8], 8)
+    simulation._usual_ms = lambda average: rng.choice([0.0, 0.0, 1e-9, 5.0])
+    for _ in range(300):
+        simulation.step(rng.random())
+        assert all(0 <= request.drafts <= 4 for request in simulation.requests)
+
+
 def test_new_requests_draft_although_the_last_ones_did_not() -> None:
     depth = AdaptiveDepth(5)
     Simulation(depth, H200_MS[8], 8).gain(0.0, 300)

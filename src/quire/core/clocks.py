@@ -96,7 +96,8 @@ class Clocks:
         self._close_step(record, self._log.now())
 
     def _close_step(self, record: StepRecord, now_s: float) -> None:
-        ready_s = min(now_s, record.ready_s)
+        # A step that had ended when it was launched may end before the one in front is known to have ended.
+        ready_s = max(min(now_s, record.ready_s), self._ready_s)
         record.took_s = ready_s - max(self._ready_s, record.time_s)
         self.ended_s, self._ready_s = now_s, ready_s
         self._log.end(record)

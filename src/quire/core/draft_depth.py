@@ -43,6 +43,7 @@ _DECISION_STEPS = 8  # from one decision to the next while a batch does not draf
 _PROBE_SHARE = 4  # one of so many rows drafts in a probe
 _FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
+_LEAST_S = 1e-6  # duration of a step that seems to have taken no time, because the host was late
 _START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
 _MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most, unless a probe costs more
 _TRIAL_STEPS = (
@@ -292,7 +293,7 @@ class _StepTimes:
 
     def add(self, took_s: float, depth: int) -> bool:
         """Add a step. Return whether the time without drafts is known."""
-        self._newest_s[depth].append(took_s)
+        self._newest_s[depth].append(max(took_s, _LEAST_S))
         self._lacking[depth] -= 1
         return self._lacking[0] <= 0
 

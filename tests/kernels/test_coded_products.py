@@ -1,7 +1,7 @@
 """Products with quantised weights by the C kernels against the de-quantised weight, alone and fused.
 
 Up to 8 rows the inputs are rounded to 8 bits, which is the reference's tolerance: 1 part in 254 of the largest input of
-a row or of 32 inputs. More rows are rounded to bf16 with scales per group, if the processor has AMX.
+a row or of 32 inputs. More rows of a model in bf16 are rounded to bf16 with scales per group, if the processor has AMX.
 """
 
 from __future__ import annotations
@@ -121,6 +121,15 @@ def test_rows_do_not_depend_on_each_other(form: str, kernels: CpuKernels) -> Non
         assert got[0].isnan().any() and not got[1].isfinite().all() and not got[2].any()
         assert torch.equal(got[3:], want[3:])
     assert torch.equal(multiply(values(7, 256)[4:5]), multiply(values(7, 256))[4:5])
+
+
+@pytest.mark.parametrize("form", CODED)
+def test_rows_do_not_depend_on_their_number_in_fp32(form: str, kernels: CpuKernels) -> None:
+    multiply = product_of(FORMS[form](WeightMaker(50, 256)), None, kernels, torch.float32)
+    x = values(40, 256, dtype=torch.float32)
+    want = multiply(x)
+    for rows in (1, 2, 5, 8, 9, 33):
+        assert torch.equal(multiply(x[:rows]), want[:rows]), rows
 
 
 def test_forms_that_the_kernels_do_not_take(kernels: CpuKernels) -> None:

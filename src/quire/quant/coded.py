@@ -3,7 +3,7 @@
 The weight is packed once into the kernels' layout. Up to 8 rows, a kernel reads it at the speed of memory and rounds
 the inputs to 8 bits: per row if the format rounds activations (`token`), else per 32 inputs of a row. More rows of a
 format that rounds are multiplied in 8 bits too. For the other formats, the weight is then unpacked to bf16 block by
-block, if the processor has AMX.
+block, if the model runs in bf16 and the processor has AMX.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CodedMatmul(CFusingMatmul):
     """x W^T + b for a weight of 4 or 8 bits.
 
     Every row is rounded and summed on its own in a fixed order, so the result of a row depends on the other rows only
-    in that more than 8 take the kernels for many rows.
+    in that more than 8 take the kernels for many rows. In fp32 it does not even depend on that.
     """
 
     def __init__(

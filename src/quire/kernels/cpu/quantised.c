@@ -464,19 +464,24 @@ static void many_rows_part(void *p) {
 
 #endif
 
-/* Return the bytes that `rounded` needs for a row of many_rows_product, with rows rounded up to 32. */
-int64_t many_rows_bytes(const CodedWeight *w) {
+/* Return whether many rows are computed on the tiles of the processor (AMX). With scales per group, the weight is
+   unpacked to bf16 there and x rounded to bf16. The sums are not those of few rows then, so a model in fp32, whose
+   tokens must not depend on the batch, does without. */
+static int takes_tiles(const CodedWeight *w) {
 #if HAS_TILES
-    if (w->scales && allow_tiles()) return 2 * w->padded;
+    return (!w->scales || w->half) && allow_tiles();
+#else
+    return 0;
 #endif
-    return row_bytes(w);
 }
 
-/* y = x W^T + bias for many rows, on the tiles of the processor (AMX) if it has them. With scales per group, the weight
-   is unpacked to bf16 there, and x is rounded to bf16. */
+/* Return the bytes that `rounded` needs for a row of many_rows_product, with rows rounded up to 32. */
+int64_t many_rows_bytes(const CodedWeight *w) { return takes_tiles(w) && w->scales ? 2 * w->padded : row_bytes(w); }
+
+/* y = x W^T + bias for many rows. */
 int many_rows_product(CodedProduct *j) {
 #if HAS_TILES
-    if (allow_tiles()) {
+    if (takes_tiles(j->weight)) {
         if (j->weight->scales) run(round_to_bf16_part, j, 0, &j->failed);
         else if (run(round_rows_part, j, 0, &j->failed)) return 1;
         return run(many_rows_part, j, 0, &j->failed);

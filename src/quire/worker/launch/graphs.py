@@ -5,9 +5,10 @@ its shape: the numbers of rows and tokens, rounded up to a few sizes, and the st
 filled with the dummy slot.
 
 Common shapes are captured before the first request and while the engine is idle. A step of a new shape is padded to a
-captured one that stands in for it (step_shapes.py). Without one, it runs operation by operation. A shape that is worth
-a graph of its own is captured while the device still runs the step. All graphs share one memory pool, because they run
-one after the other. The memory of a graph itself is never returned, so the number of graphs is limited.
+captured one that stands in for it (step_shapes.py). Without one, it runs operation by operation. In both cases the
+device may still be busy with the step while the host captures the new shape: at once if nothing stands in for it, else
+when padding has cost as much as a capture. All graphs share one memory pool, because they run one after the other. The
+memory of a graph itself is never returned, so the number of graphs is limited.
 """
 
 from __future__ import annotations

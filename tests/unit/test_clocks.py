@@ -19,7 +19,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
-from quire.types import EngineRequest, SamplingParams, StepPlan, StepResult, Timing
+from quire.types import DeviceTimes, EngineRequest, SamplingParams, StepPlan, StepResult, Timing
 
 DECODE_S, TOKEN_S = 1.0, 0.125  # duration of a decoding step, and of each prompt token
 
@@ -272,3 +272,36 @@ def test_a_step_that_ends_while_it_is_launched_has_its_own_duration(clock: Clock
     run(engine)
     took_s = [record.took_s for record in engine.log]
     assert took_s[:5] == [16 * TOKEN_S, *[DECODE_S] * 4]
+
+
+@dataclass
+class TimedDevice(Device):
+    """An executor with a clock of its own, whose step 3 is launched so slowly that nobody asks for step 2 meanwhile."""
+
+    LAUNCH_S = 20.0
+
+    def sample(self, step: int, masks: object) -> Device.Handle:
+        queued_s, last_s = self.clock.now_s, self.free_s
+        handle = super().sample(step, masks)
+        if step == 3:
+            self.clock.now_s += self.LAUNCH_S
+            handle.ready_s = self.free_s = handle.ready_s + self.LAUNCH_S
+        times = DeviceTimes(handle.ready_s - max(queued_s, last_s), handle.ready_s - last_s)
+        handle.result.times = times
+        return handle
+
+
+def test_a_device_with_a_clock_says_how_long_its_steps_took(clock: Clock) -> None:
+    """A step that is asked for late has its own duration, and idle time between two requests belongs to no step."""
+    engine = engine_on(clock, depth=2)
+    engine.executor = TimedDevice(clock)
+    engine.add(ask("a", [1] * 16, 5))
+    timing = run(engine)["a"]
+    clock.now_s += 100.0
+    engine.add(ask("b", [2] * 16, 2))
+    run(engine)
+    took_s = [record.took_s for record in engine.log.ended_since(0)]
+    wanted_s = [16 * TOKEN_S, DECODE_S, DECODE_S, TimedDevice.LAUNCH_S + DECODE_S, DECODE_S]
+    assert took_s[:5] == pytest.approx(wanted_s, abs=0.05)  # scheduling counts, in true time
+    assert max(took_s[5:]) == pytest.approx(16 * TOKEN_S, abs=0.05)
+    assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-9)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.core.steplog import StepLog, StepRecord
-from quire.types import Request, Timing
+from quire.types import DeviceTimes, Request, Timing
 
 # Reasons that also apply to all requests behind the first one.
 _QUEUE = frozenset({"slots", "latency", "blocks", "tokens", "batch"})
@@ -65,18 +65,21 @@ class Clocks:
         waits_s[cause] = waits_s.get(cause, 0.0) + now_s - self._until_s
         self._until_s = now_s
 
-    def end_step(self, record: StepRecord, rows: list[CatchUpRow]) -> set[Request]:
+    def end_step(
+        self, record: StepRecord, rows: list[CatchUpRow], times: DeviceTimes | None = None
+    ) -> set[Request]:
         """Advance the clocks at the end of a step and write its duration into its record.
 
         Args:
             record: the record of the step.
             rows: the rows of the step whose requests had not caught up.
+            times: its times by the clock of the device; None if only the host has one.
 
         Returns:
             The requests that have caught up with this step.
         """
         now_s = self._log.now()
-        self._close_step(record, now_s)
+        self._close_step(record, now_s, times)
         took_s, found = record.took_s, set[Request]()
         if not rows:
             plain_s = self._plain_s
@@ -95,10 +98,13 @@ class Clocks:
         """Note the end of a step that brought no results."""
         self._close_step(record, self._log.now())
 
-    def _close_step(self, record: StepRecord, now_s: float) -> None:
+    def _close_step(self, record: StepRecord, now_s: float, times: DeviceTimes | None = None) -> None:
         # A step that had ended when it was launched may end before the one in front is known to have ended.
         ready_s = max(min(now_s, record.ready_s), self._ready_s)
-        record.took_s = ready_s - max(self._ready_s, record.time_s)
+        if times is None:
+            record.took_s = ready_s - max(self._ready_s, record.time_s)
+        else:
+            record.took_s = min(times.since_last_s, record.schedule_s + times.since_start_s)
         self.ended_s, self._ready_s = now_s, ready_s
         self._log.end(record)
 

@@ -86,7 +86,7 @@ class Retirement:
             depth: learns how many draft tokens were accepted.
         """
         self.outputs += self._life.connector.retire(builder.computed())
-        caught_up = self._life.clocks.end_step(record, builder.catching_up)
+        caught_up = self._life.clocks.end_step(record, builder.catching_up, result.times)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
         table, tokens, found = self._life.table, sampled.tokens, list[int]()

@@ -73,7 +73,7 @@ class AdmissionRecord(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. Durations are seconds of host time."""
+    """One step. Durations are seconds of host time, but for `took_s`, which the device measures if it has a clock."""
 
     step: int
     time_s: float  # monotonic clock, when the step was scheduled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.types.engine_io import EngineRequest, TokenLogprobs
 
@@ -148,6 +148,13 @@ NO_TOKEN = -2  # every logit is -inf
 REJECTED = -3
 
 
+class DeviceTimes(NamedTuple):
+    """Seconds until the end of a step, by the clock of the device that ran it."""
+
+    since_start_s: float  # since its first command was queued, or the step in front ended if that was later
+    since_last_s: float  # since the end of the step in front
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step, for its sampling rows in plan order."""
@@ -161,6 +168,7 @@ class StepResult:
     )
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
+    times: DeviceTimes | None = None  # None: the device has no clock of its own
 
 
 class StepHandle(Protocol):

@@ -3,16 +3,20 @@
 On CUDA the last kernel of a step writes the tokens to pinned memory. Other results are copied on a side stream into
 pinned memory, so the compute stream never waits. The host waits only in `StepHandle.wait`. A handle keeps the tensors
 that it copies alive.
+
+The device times its steps itself: what the host sees is late by whatever it did meanwhile, such as launching the kernels
+of the next step one by one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.types import LogprobArrays, StepResult
+from quire.types import DeviceTimes, LogprobArrays, StepResult
 
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, values, ranks
 
@@ -39,8 +43,8 @@ class StepOutput:
         pooled = () if self.pooled is None else (self.pooled,)
         return [self.tokens, *(self.logprobs or ()), *scores, *pooled]
 
-    def to_result(self, host: list[torch.Tensor]) -> StepResult:
-        """Build the result from host copies of the tensors that `tensors` returns."""
+    def to_result(self, host: list[torch.Tensor], times: DeviceTimes | None = None) -> StepResult:
+        """Build the result from host copies of the tensors that `tensors` returns, and the times of the step."""
         arrays = iter(x.numpy() for x in host)
         rows = slice(None) if self.samples is None else self.samples
         tokens = next(arrays)[rows]
@@ -49,7 +53,7 @@ class StepOutput:
         logprobs = LogprobArrays(*(next(arrays)[rows] for _ in range(3))) if self.logprobs else None
         scores = {row: LogprobArrays(*(next(arrays) for _ in range(3))) for row in self.prompt_logprobs}
         pooled = None if self.pooled is None else dict(zip(self.pool_rows, next(arrays)))
-        return StepResult(self.step, tokens, logprobs, scores or None, pooled)
+        return StepResult(self.step, tokens, logprobs, scores or None, pooled, times)
 
 
 class HostHandle:
@@ -65,11 +69,36 @@ class HostHandle:
         return self._output.to_result(self._output.tensors())
 
 
-class CudaHandle:
-    """Handle of results on a GPU. Their copy to pinned memory is queued on `stream`, and `done` marks its end."""
+class StepEvents(NamedTuple):
+    """Events that the device times: in front of a step, and behind the copy of its results."""
 
-    def __init__(self, output: StepOutput, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
-        self._output, self._done = output, done
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+
+    @classmethod
+    def on(cls, stream: torch.cuda.Stream) -> StepEvents:
+        """Return events that have happened, so that a step without another one in front can be timed."""
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(stream)
+        done.record(stream)
+        return cls(begun, done)
+
+
+class CudaHandle:
+    """Handle of results on a GPU.
+
+    Args:
+        output: the results. Their copy to pinned memory is queued on `stream`.
+        stream: the stream of copies.
+        events: those of the step; the end is recorded here.
+        last: those of the step in front.
+    """
+
+    def __init__(
+        self, output: StepOutput, stream: torch.cuda.Stream, events: StepEvents, last: StepEvents
+    ) -> None:
+        self._output, self._events, self._last = output, events, last
+        done = events.done
         self._host = self._source = output.tensors()
         if any(x.is_cuda for x in self._source):
             stream.wait_stream(torch.cuda.current_stream())
@@ -86,22 +115,35 @@ class CudaHandle:
         return host
 
     def ready(self) -> bool:
-        return self._done.query()
+        return self._events.done.query()
 
     def wait(self) -> StepResult:
-        self._done.synchronize()
-        return self._output.to_result(self._host)
+        begun, done = self._events
+        done.synchronize()
+        times = DeviceTimes(begun.elapsed_time(done) * 1e-3, self._last.done.elapsed_time(done) * 1e-3)
+        return self._output.to_result(self._host, times)
 
 
 class Results:
-    """Factory of handles. Owns the copy stream, and an event for each of `turns` steps that may be in flight."""
+    """Factory of handles. Owns the copy stream, and the events of `turns` steps.
+
+    `turns` is one more than may be in flight: the end of a step is timed from the end of the step in front.
+    """
 
     def __init__(self, device: torch.device, turns: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._events = [torch.cuda.Event() for _ in range(turns)] if self._stream else []
+        self._events = [StepEvents.on(self._stream) for _ in range(turns)] if self._stream else []
+
+    def begin(self, step: int) -> None:
+        """Note that the commands of a step follow."""
+        if self._events:
+            self._of(step).begun.record()
+
+    def _of(self, step: int) -> StepEvents:
+        return self._events[step % len(self._events)]
 
     def handle(self, output: StepOutput) -> HostHandle | CudaHandle:
         """Return the handle of a step's results, and start their copy to the host."""
         if self._stream is None:
             return HostHandle(output)
-        return CudaHandle(output, self._stream, self._events[output.step % len(self._events)])
+        return CudaHandle(output, self._stream, self._of(output.step), self._of(output.step - 1))

@@ -46,6 +46,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         """Queue the step of `plan` up to its logits."""
+        self._results.begin(plan.step)
         self._staging.begin()
         self.apply(plan)
         for slot, row in plan.restores:

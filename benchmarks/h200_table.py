@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from random_checkpoint import write_checkpoint
-from shapes import DEEPSEEK_V2_LITE, LLAMA32_3B, QWEN3_NEXT, QWEN35_4B
+from shapes import DEEPSEEK_V2_LITE, LLAMA32_3B, QWEN3_30B, QWEN3_NEXT, QWEN35_4B
 from shapes import SHAPES as TWO_SHAPES
 
 from quire import EngineConfig
@@ -38,7 +38,7 @@ from quire.bench.startup import start_up
 
 SHAPES = {
     **TWO_SHAPES, "Llama-3.2-3B": LLAMA32_3B, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "Qwen3.5-4B": QWEN35_4B,
-    "Qwen3-Next-80B-A3B": QWEN3_NEXT, "Qwen3-Next-80B-A3B-FP8": QWEN3_NEXT,
+    "Qwen3-30B-A3B": QWEN3_30B,    "Qwen3-Next-80B-A3B": QWEN3_NEXT, "Qwen3-Next-80B-A3B-FP8": QWEN3_NEXT,
 }  # fmt: skip
 FORMATS = {"Qwen3-Next-80B-A3B-FP8": "fp8"}  # of converted weights; the others stay in bfloat16
 MODELS = ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B")
@@ -70,6 +70,9 @@ ANCHORS = {
     ("Llama-3.1-8B", "chat"): Anchor(14_000, 12_202, 11_591),
     ("Llama-3.1-8B", "prefill"): Anchor(43_500, 40_167, 40_966),
     ("Llama-3.1-8B", "prefix"): Anchor(1.15, 1.521, 1.421),
+    ("Qwen3-30B-A3B", "single"): Anchor(420, 233, None),
+    ("Qwen3-30B-A3B", "nano"): Anchor(7_200, 6_182, None),
+    ("Qwen3-30B-A3B", "prefix"): Anchor(1.2, None, None),
 }
 UNITS = {"prefix": "s", "startup": "s", "prefill": "tok/s in all"}  # others: output tokens per second
 

@@ -23,6 +23,11 @@ from quire.kernels.matmul.packed import half_for, reorder_nibbles
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.matmul.tiles import RowsTile
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.residual import FusedMLP
+from quire.quant.base import NEVER
 from quire.quant.forms import QuantisedWeight, unpack4
 from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
 
@@ -207,6 +212,38 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     gate, up = want.chunk(2, 1)
     close(got, F.silu(gate) * up, 2 * TOLERANCE)
     assert torch.equal(summed, total)
+
+
+@pytest.mark.parametrize("rounding", ["token", "block"])
+def test_the_gate_is_computed_with_the_inputs_of_the_product_behind(rounding: str) -> None:
+    """With many rows the activation costs no pass over memory of its own, and changes no bit."""
+    hidden, inner, rows = (1024, 2048, 300) if ON_GPU else (128, 384, 19)
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        layer = object.__new__(Linear)
+        layer.needs_reduce = False
+        layer.multiply = product_of(WeightMaker(outputs, inputs).fp8(rounding == "block", rounding), None)
+        layer.multiply.rounds, layer.multiply.most_in_registers = True, 2
+        return layer
+
+    mlp, norm = object.__new__(GatedMLP), object.__new__(RMSNorm)
+    mlp.gate_up, mlp.down, mlp.kind = linear(2 * inner, hidden), linear(hidden, inner), "silu"
+    norm.weight, norm.eps = values(hidden), EPS
+    x, residual = values(rows, hidden), values(rows, hidden).flip(0)
+    fused, found = FusedMLP(norm, mlp, adds=True), []
+    for apart_rows in (NEVER, 1):
+        fused.apart_rows = apart_rows
+        y, total = fused(x, residual)
+        found.append(y if total is None else y + total)
+    assert torch.equal(*found)
+    if ON_GPU:
+        many = FusedMLP(norm, mlp, adds=True)
+        assert 64 < many.apart_rows <= rows if rounding == "block" else many.apart_rows > rows
+        normed = x + residual
+        normed = (normed.float() * torch.rsqrt(normed.float().square().mean(1, keepdim=True) + EPS)).to(DTYPE)
+        numbers = [layer.multiply.form.dequantised().to(DEVICE).float() for layer in (mlp.gate_up, mlp.down)]
+        gate, up = ((normed * norm.weight).float() @ numbers[0].t()).chunk(2, 1)
+        close(found[0], (F.silu(gate) * up) @ numbers[1].t() + (x + residual).float(), 0.06)
 
 
 @pytest.mark.parametrize("kind", [None, "silu"])

@@ -163,8 +163,8 @@ def test_rows_of_prompts_expand_latents() -> None:
     for settings in ({}, {"prefill_attention": "expanded"}):
         assert rule(spec, **settings) == ExpansionRule(spec.num_heads, 64, 16, 24, 0.0, PIECE_BYTES)
     gpu = torch.device("cuda")
-    assert rule(spec, gpu) is NO_EXPANSION
-    assert rule(spec, gpu, prefill_attention="expanded").least_saved == GPU_LEAST_SAVED
+    for settings in ({}, {"prefill_attention": "expanded"}):
+        assert rule(spec, gpu, **settings).least_saved == GPU_LEAST_SAVED
     assert rule(spec, tensor_parallel_size=2).heads == spec.num_heads // 2
     assert rule(spec, prefill_attention="absorbed") is NO_EXPANSION
     assert (

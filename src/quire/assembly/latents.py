@@ -27,8 +27,7 @@ def with_expansion(
 
     Args:
         absorbed: the back end of all other rows.
-        way: `absorbed`, `expanded`, or `auto`, which expands on a CPU unless an indexer chooses the tokens. On a GPU the
-            kernel has run in the interpreter only, so `auto` leaves it out.
+        way: `absorbed`, `expanded`, or `auto`, which expands unless an indexer chooses the tokens.
         spec: the model.
         device: where the model runs.
         dtype: of its activations.
@@ -66,12 +65,11 @@ def expansion_rule(
             f"prefill_attention expanded reads all tokens, but {spec.architecture} chooses them for each query; "
             "use absorbed"
         )
-    on_gpu = device.type == "cuda"
-    if way == "absorbed" or latent.index or (way == "auto" and on_gpu):
+    if way == "absorbed" or latent.index:
         return NO_EXPANSION
     heads = spec.num_heads // ranks
     if least_saved is None:
-        least_saved = GPU_LEAST_SAVED if on_gpu else 0.0
+        least_saved = GPU_LEAST_SAVED if device.type == "cuda" else 0.0
     return ExpansionRule(
         heads, latent.rank, latent.content_dim, latent.value_dim, least_saved, scratch_bytes=PIECE_BYTES
     )

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 
 # Multiply-adds per layer that a row must save on a GPU. Launching the kernels of a layer one by one instead of from a
-# graph takes up to 0.5 ms (docs/PERFORMANCE.md: 14 ms for 28 layers), in which an H200 does about 1e11 multiply-adds in
-# 16 bits. So a row that saves more cannot lose. By count: expanded latents have not been timed on a GPU.
-GPU_LEAST_SAVED = 1e11
+# graph takes 0.4 to 0.9 ms, of which the device works for a part. An H200 does 2.5e10 of the multiply-adds that
+# expanding saves in 0.37 ms.
+GPU_LEAST_SAVED = 2.5e10
 
 
 @dataclass(frozen=True, slots=True)

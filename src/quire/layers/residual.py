@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.quant.base import FusingMatmul
+from quire.quant.base import NEVER, FusingMatmul
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -41,12 +41,41 @@ class ResidualAdd:
 
     def __init__(self, linear: Linear, adds: bool = True) -> None:
         self.linear = linear
-        self.matmul = _fusing_matmul(linear) if adds else None
+        self.product = fusing_matmul(linear)
+        self.matmul = self.product if adds else None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
         if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.added_rows:
             return self.matmul.add(x, residual), None
         return self.linear(x), residual
+
+    def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor) -> Stream:
+        """Return the layer of kind(gate) * up, for at least `gated_rows` rows of its product."""
+        assert self.product is not None
+        if self.matmul is not None and gate_up.shape[0] <= self.matmul.added_rows:
+            return self.product.of_gated(gate_up, kind, residual), None
+        return self.product.of_gated(gate_up, kind, None), residual
+
+
+class FusedMLP:
+    """A norm and a gated MLP: the activation is fused with the product in front, or with the one behind for many rows."""
+
+    def __init__(self, norm: RMSNorm, mlp: GatedMLP, adds: bool) -> None:
+        """Fuse the layers, whose `gate_up` is a product that can be fused. For `adds` see `ResidualAdd`."""
+        product = fusing_matmul(mlp.gate_up)
+        assert product is not None
+        self.kind, self.down = mlp.kind, ResidualAdd(mlp.down, adds)
+        self.gated = product.after_norm(norm.weight, norm.eps, mlp.kind)
+        self.apart = product.after_norm(norm.weight, norm.eps, None)
+        behind = self.down.product
+        self.apart_rows = NEVER if behind is None else max(product.apart_rows, behind.gated_rows)
+        self.rows = product.fused_rows
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
+        if x.shape[0] < self.apart_rows:
+            return self.down(*self.gated(x, residual))
+        gate_up, total = self.apart(x, residual)
+        return self.down.of_gated(gate_up, self.kind, total)
 
 
 class NormedLayer:
@@ -77,18 +106,17 @@ def _fuse(
     if not isinstance(norm, RMSNorm) or not norm.fuses:
         return None
     if isinstance(layer, GatedMLP):
-        matmul = _fusing_matmul(layer.gate_up)
-        if matmul is None or layer.kind not in FUSED_ACTIVATIONS:
+        if fusing_matmul(layer.gate_up) is None or layer.kind not in FUSED_ACTIVATIONS:
             return None
-        inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), ResidualAdd(layer.down, adds)
-        return (lambda x, residual: down(*inner(x, residual))), matmul.fused_rows
+        mlp = FusedMLP(norm, layer, adds)
+        return mlp, mlp.rows
     if isinstance(layer, MoE):
         return layer.after_norm(norm.weight, norm.eps)
-    matmul = _fusing_matmul(layer)
+    matmul = fusing_matmul(layer)
     return None if matmul is None else (matmul.after_norm(norm.weight, norm.eps, None), matmul.fused_rows)
 
 
-def _fusing_matmul(layer: object) -> FusingMatmul | None:
+def fusing_matmul(layer: object) -> FusingMatmul | None:
     """Return the layer's product if the layer consists of it alone and it can be fused with its neighbours."""
     if not isinstance(layer, Linear) or layer.needs_reduce or not isinstance(layer.multiply, FusingMatmul):
         return None

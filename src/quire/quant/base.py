@@ -7,6 +7,7 @@ in products.py.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 
 from quire.kernels import Kernels
 from quire.layers.env import Env
+
+NEVER = sys.maxsize  # more rows than a step has
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,14 @@ class FusingMatmul(Matmul):
     Attributes:
         fused_rows: most rows for `after_norm`.
         added_rows: most rows for `add`.
+        apart_rows: rows from which `after_norm` with a `kind` computes the activation in a kernel of its own.
+        gated_rows: rows from which `of_gated` computes it at no cost.
     """
 
     fused_rows: int
     added_rows: int
+    apart_rows: int = NEVER
+    gated_rows: int = NEVER
 
     @abstractmethod
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -84,6 +91,16 @@ class FusingMatmul(Matmul):
             eps: epsilon of the norm.
             kind: activation of a gated MLP. The weight is then gate|up, and the result is kind(gate) * up.
         """
+
+    def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the product with kind(gate) * up, plus `residual` [rows, outputs] if there is one.
+
+        Args:
+            gate_up: [rows, 2 * inputs], at least `gated_rows` rows.
+            kind: activation of a gated MLP.
+            residual: for at most `added_rows` rows; or None.
+        """
+        raise NotImplementedError
 
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:

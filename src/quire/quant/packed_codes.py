@@ -119,13 +119,18 @@ class PackedCodesMatmul(FusingMatmul):
         self.in_library = weight.outputs % multiples[0] == 0 and weight.inputs % multiples[1] == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
         self.gemv_rows = self._most_gemv_rows()
-        self.fused_rows = max(self.most_in_registers, self.most_in_fp8)
-        if self.rounds and self.in_library and not self.by_group:
-            self.fused_rows = ANY_ROWS
-        # The library takes scales with bf16 results only.
-        takes_scales = self.rounds and self.in_library and not self.by_group and dtype == torch.bfloat16
+        most_in_kernels = max(self.most_in_registers, self.most_in_fp8)
+        many_in_fp8 = self.rounds and self.in_library
+        self.fused_rows = ANY_ROWS if many_in_fp8 else most_in_kernels
+        # The library takes scales of rows with bf16 results only.
+        takes_scales = many_in_fp8 and not self.by_group and dtype == torch.bfloat16
         self.most_unscaled = _MOST_UNSCALED // weight.outputs if takes_scales else ANY_ROWS
-        self.added_rows = min(self.fused_rows, self.most_unscaled)
+        self.added_rows = most_in_kernels if self.by_group else min(self.fused_rows, self.most_unscaled)
+        if many_in_fp8 and (self.by_group or takes_scales):
+            most_with_gate = self.most_in_fp8 if self.by_group else self.most_unscaled
+            self.apart_rows = 1 + max(most_with_gate, most_rows_for("fp8", weight.inputs, True))
+        if self.rounds:
+            self.gated_rows = 1 + self.most_in_registers
         self.on_hopper: hopper.RowsWeight | None = None
         device = weight.codes.device
         self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
@@ -277,6 +282,10 @@ class PackedCodesMatmul(FusingMatmul):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self.multiply(x.contiguous(), residual)
+
+    def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor | None) -> torch.Tensor:
+        codes, scales, _ = round_fp8(gate_up, self.by_group, self.input_scale, kind=kind)
+        return self.multiply_rounded(codes, scales, gate_up.dtype, residual)
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

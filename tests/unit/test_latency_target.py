@@ -241,10 +241,9 @@ def test_a_new_number_of_rows_shows_once_how_long_it_takes_alone() -> None:
     def asked(rows: int) -> int:
         return budget.tokens(np.full(rows, 100), [request()] * rows, prompt, 0, 0.0)
 
-    for step in range(6):
-        assert asked(12) > 0, "prompts come first, until their time is known"
-        ran(12, 64 + 16 * step)
-    assert asked(12) == 0
+    assert asked(12) > 0, "prompts come first"
+    ran(0, 4000)
+    assert asked(12) == 0, "one prompt has shown how fast they are"
     assert asked(12) > 0, "once, also before that step has ended"
     ran(12, 0)
     assert asked(12) > 0 and asked(15) > 0
@@ -252,6 +251,25 @@ def test_a_new_number_of_rows_shows_once_how_long_it_takes_alone() -> None:
     assert asked(40) > 0
     fixed = learnt(LatencyBudget(8192, RequestTargets(0.04)), device)
     assert fixed.tokens(np.full(5, 9), [request()] * 5, prompt, 0, 0.0) > 0, "a target needs no probes"
+
+
+def test_the_first_chunks_follow_from_one_prompt_and_one_step_without() -> None:
+    """A burst on a new server begins with chunks that are near the limit, not with the shortest ones."""
+    device, prompt = Device(noise=0.0), request(length=40_000)
+    budget = LatencyBudget(8192, RequestTargets(), slowdown=4.0)
+    lengths, streams = np.full(12, 100), [request()] * 12
+    assert budget.tokens(lengths, streams, prompt, 0, 0.0) == 64
+    plain = StepLoad(12, 1.2, 0, 0.0)
+    for load in (StepLoad(0, 0.0, 4000, 1000.0), plain):
+        done = [(f"{row}", 99, 1) for row in range(load.rows)] + [("p", 0, 4000)] * (not load.rows)
+        record = StepRecord(
+            0, 0.0, RecordedRows.of(done), [], [], 12, 0, None, 9, prompt_tokens=load.prompt_tokens
+        )
+        record.took_s = device.predict(load)
+        budget.end_step(record)
+    tokens = budget.tokens(lengths, streams, prompt, 200, 0.0)
+    took_s, limit_s = device.predict(StepLoad(12, 1.2, tokens, tokens**2 / 2e3)), 4 * device.predict(plain)
+    assert tokens > 64 and 0.5 * limit_s < took_s < limit_s
 
 
 def test_a_burst_is_limited_by_the_steps_to_come() -> None:

@@ -20,6 +20,9 @@ from quire.types import Request, RequestTargets, Totals
 
 _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
+_CAUTION = (
+    0.7  # share of the time of a chunk that is filled while only long prompts show how fast prompts are
+)
 _GROWTH = 2.0  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
 _FEW_FINISHED = 16  # requests of which the length of answers is not typical
 _COUNTED_TOKENS = 64  # of an answer to come, beside tokens that have come
@@ -129,6 +132,7 @@ class LatencyBudget:
         self._totals = totals or Totals()
         self.rate = 0.0
         self._model = StepTimeModel()
+        self._pace = 0.0  # prompt tokens per second of the fastest step so far; 0 until one has run
         self._largest = _FIRST_TOKENS  # chunk that was observed
         self._load = StepLoad(0, 0.0, 0, 0.0)  # the decoding rows of the newest step
         self._chunk = float(_FIRST_TOKENS)  # smoothed
@@ -172,7 +176,7 @@ class LatencyBudget:
     def _must_probe(self, rows: int) -> bool:
         """Return whether the next step has to show how long `rows` rows take without prompts: once for a power of two."""
         size = size_class(rows)
-        if size in self._probed or self._model.decode.has_seen(rows) or not self._model.knows_prompts:
+        if size in self._probed or self._model.decode.has_seen(rows) or not self._pace:
             return False
         self._probed.add(size)
         return True
@@ -180,9 +184,10 @@ class LatencyBudget:
     def _coming_s(self, load: StepLoad, plain_s: float, coming: int, first: Request) -> float:
         """Return the time of a step with the rows that decode when `coming` more prompts are known.
 
-        It is `plain_s` if more tokens have come in the newest steps than those of these rows will count.
+        It is `plain_s` if more tokens have come in the newest steps than those of these rows will count, and before steps
+        have shown how their time grows.
         """
-        if not coming:
+        if not coming or not self._model.knows_prompts or not self._model.decode.shows_growth:
             return plain_s
         totals = self._totals
         answer = totals.generated_tokens / totals.finished if totals.finished >= _FEW_FINISHED else math.inf
@@ -207,9 +212,22 @@ class LatencyBudget:
             return self._most
         fitting = self._model.prompt_tokens_within(load, limit_s, context, length, self._reach)
         if fitting is None:
-            return min(_FIRST_TOKENS, self._most)
-        tokens = int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
-        return self.filling(load.rows, tokens)
+            fitting = self._roughly_fitting(load, limit_s)
+        else:
+            fitting = max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest))
+        return self.filling(load.rows, int(min(fitting, self._most)))
+
+    def _roughly_fitting(self, load: StepLoad, limit_s: float) -> float:
+        """Return `_fitting` before enough steps with prompts are known.
+
+        A chunk beside decoding rows takes at most as long as the rows alone and the chunk alone.
+        """
+        alone_s = self._model.predict(load)
+        return (
+            _FIRST_TOKENS
+            if alone_s is None
+            else max(_FIRST_TOKENS, _CAUTION * self._pace * (limit_s - alone_s))
+        )
 
     def filling(self, rows: int, tokens: int) -> int:
         """Return at most `tokens` prompt tokens, so that a step with `rows` more tokens needs no padding."""
@@ -239,6 +257,8 @@ class LatencyBudget:
             load = found if scheduled is record else None
         load = load_of(record) if load is None else load
         self._model.observe(load, record.took_s)
+        if record.took_s > 0:
+            self._pace = max(self._pace, load.prompt_tokens / record.took_s)
         if load.prompt_tokens and load.rows:
             self._largest = max(self._largest, load.prompt_tokens)
             self._chunk += _CHUNK_SMOOTHING * (load.prompt_tokens - self._chunk)

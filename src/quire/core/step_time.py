@@ -161,6 +161,7 @@ class DecodeTimes:
     def __init__(self) -> None:
         self._fits: dict[int, LinearFit] = {}
         self._weights: list[float] | None = None  # of the fit over all; None: to be computed
+        self._least, self._most = math.inf, 0  # rows that have run
 
     def has_seen(self, rows: int) -> bool:
         """Return whether a step of about so many rows has run."""
@@ -171,6 +172,12 @@ class DecodeTimes:
         fit = self._fits.setdefault(size_class(load.rows), LinearFit(_DECODING))
         fit.observe(load.features[:_DECODING], took_s)
         self._weights = None
+        self._least, self._most = min(self._least, load.rows), max(self._most, load.rows)
+
+    @property
+    def shows_growth(self) -> bool:
+        """Return whether the numbers of rows that have run differ enough to tell how the time grows with them."""
+        return self._most >= 2 * self._least
 
     def fit_for(self, rows: int) -> LinearFit | None:
         """Return the fit for `rows` rows, or for the next power of two; None if neither has been observed enough."""

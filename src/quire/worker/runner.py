@@ -131,9 +131,13 @@ class Runner:
         self.launcher.capture_common()
 
     @torch.inference_mode()
-    def run_common(self) -> None:
-        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled."""
-        self.launcher.run_common()
+    def run_common(self, most: int | None = None) -> None:
+        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled.
+
+        Args:
+            most: number of steps, of which those whose kernels take longest to compile come first; None: all.
+        """
+        self.launcher.run_common(most)
 
     @torch.inference_mode()
     def recover(self, drop_graphs: bool) -> None:

@@ -87,7 +87,7 @@ class CpuReplay:
     def capture_common(self) -> None:
         pass
 
-    def run_common(self) -> None:
+    def run_common(self, most: int | None = None) -> None:
         pass
 
     def _capture(self, step: DeviceStep) -> None:

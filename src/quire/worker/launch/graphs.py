@@ -108,9 +108,9 @@ class CudaGraphs:
         for shape in self.shapes.at_start():
             self._capture(shape)
 
-    def run_common(self) -> None:
-        # The last shapes draw with filters, whose kernel takes longest to compile: it begins first.
-        for shape in reversed(self.shapes.at_start()):
+    def run_common(self, most: int | None = None) -> None:
+        # The last shapes draw with filters, whose kernel takes longest to compile.
+        for shape in self.shapes.at_start()[::-1][:most]:
             self._run(shape)
 
     def warm_up(self, staging: Staging) -> bool:

@@ -34,8 +34,12 @@ class Launcher(Protocol):
         """Capture the steps that most requests need. They do not run, so the weights may still be undefined."""
         ...
 
-    def run_common(self) -> None:
-        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled."""
+    def run_common(self, most: int | None = None) -> None:
+        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled.
+
+        Args:
+            most: number of steps, of which those whose kernels take longest to compile come first; None: all.
+        """
         ...
 
 
@@ -83,5 +87,5 @@ class Eager:
     def capture_common(self) -> None:
         pass
 
-    def run_common(self) -> None:
+    def run_common(self, most: int | None = None) -> None:
         pass

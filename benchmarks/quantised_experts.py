@@ -49,7 +49,10 @@ class Case:
 
 
 QWEN, GPT_OSS = Case(128, 8, 2048, 768), Case(32, 4, 2880, 2880, "clamped_swiglu", True)
+QWEN_NEXT = Case(512, 10, 2048, 512)
 CASES = {
+    "next-fp8": QWEN_NEXT,
+    "next-fp8-block": QWEN_NEXT,
     "fp8-block": QWEN,
     "fp8": QWEN,
     "int4": QWEN,
@@ -71,6 +74,14 @@ FP8_TILES = [
     (32, 128, 128, 4, 4),
     (16, 128, 128, 8, 4),
     (32, 64, 128, 4, 5),
+    (64, 128, 128, 8, 4),
+    (64, 128, 128, 8, 3),
+    (64, 128, 128, 8, 2),
+    (64, 128, 128, 4, 4),
+    (64, 256, 128, 8, 3),
+    (128, 128, 128, 8, 3),
+    (128, 128, 128, 8, 4),
+    (128, 256, 128, 8, 3),
 ]
 
 
@@ -84,6 +95,7 @@ def random_stack(form: str, experts: int, outputs: int, inputs: int) -> Any:
         return torch.rand(shape, device="cuda") + 0.5
 
     size = inputs**-0.5
+    form = form.removeprefix("next-")
     if form.endswith("bf16"):
         return torch.randn(experts, outputs, inputs, device="cuda", dtype=torch.bfloat16) * size
     if form == "mxfp4":
@@ -211,8 +223,9 @@ class Steps:
     def many_variants(self, first: float, second: float) -> Iterator[tuple[str, Call, float]]:
         dtype, x, scales = torch.bfloat16, self.x, None
         if in_fp8 := self.layers[0].in_fp8:
-            x, scales, _ = round_fp8(self.x, True)
-            yield "round", lambda i: round_fp8(self.x, True), 0.0
+            by_group = self.layers[0].gate_up.group > 0
+            x, scales, _ = round_fp8(self.x, by_group)
+            yield "round", lambda i: round_fp8(self.x, by_group), 0.0
         default = packed_tiles_for(self.tokens * self.case.top_k / self.case.experts, in_fp8)[0]
         grouped = group(self.choice, self.case.experts, default.rows)
         h, h_scales = many_packed_gate_up(
@@ -250,7 +263,7 @@ class Steps:
             tiles = packed_tiles_for(mean, in_fp8)
             g = grouped
             if "r" in which and in_fp8:
-                codes, code_scales, _ = round_fp8(self.x, True)
+                codes, code_scales, _ = round_fp8(self.x, by_group)
             if "g" in which:
                 g = group(self.choice, self.case.experts, default.rows)
             made = (h, h_scales)

@@ -111,7 +111,7 @@ class QuantisedCase:
     def many(self, layer: QuantisedExperts, first: GroupedTile, second: GroupedTile) -> Tensor:
         x, scales = self.x, None
         if layer.in_fp8:
-            x, scales, _ = round_fp8(x, True)
+            x, scales, _ = round_fp8(x, layer.gate_up.group > 0)
         grouped = group(self.choice, self.experts, first.rows)
         weights = self.weights
         h, scales = many_packed_gate_up(
@@ -179,10 +179,10 @@ def test_inputs_rounded_to_fp8(form: str) -> None:
     grouped = group(case.choice, case.experts, tile.rows)
     owner = torch.searchsorted(grouped.ends, torch.arange(len(grouped.source)), right=True)
     first, second = (numbers.float()[owner] for numbers in case.numbers)
-    x, scales, _ = round_fp8(case.x, True)
+    x, scales, _ = round_fp8(case.x, form == "fp8 blocks")
     h, h_scales = many_packed_gate_up(x, scales, layer.gate_up, None, grouped, "silu", tile, DTYPE)
     assert h_scales is not None
-    rounded = (x.float() * scales.repeat_interleave(128, 1))[grouped.source.long()]
+    rounded = (x.float() * scales.repeat_interleave(x.shape[1] // scales.shape[1], 1))[grouped.source.long()]
     wanted = gated("silu", None)(torch.einsum("rok,rk->ro", first, rounded))
     repeated = h_scales.repeat_interleave(128, 1)
     limit = wanted.abs() * (2.0**-4 + 0.01) + repeated * 2.0**-8  # half a step of e4m3, and of fp16

@@ -83,8 +83,9 @@ def stack_for_kernels(weight: StackedWeight) -> PackedTensors | None:
 class QuantisedExperts:
     """Quantised experts on a GPU.
 
-    Experts in an FP8 format that rounds its inputs are multiplied in FP8, if there are more than a few tokens. Inputs
-    have a scale per token and 128 columns then, which is at least as fine as what the formats ask for.
+    Experts in an FP8 format that rounds its inputs are multiplied in FP8, if there are more than a few tokens. Inputs of
+    the first product have a scale per token, or per token and 128 columns for a weight in blocks; those of the second one
+    per token and 128 columns, which is at least as fine as what the formats ask for.
     """
 
     is_partial = True
@@ -120,7 +121,7 @@ class QuantisedExperts:
         first, second = packed_tiles_for(choice.ids.numel() / self.num_experts, self.in_fp8)
         scales = None
         if self.in_fp8:
-            x, scales, _ = round_fp8(x, True)
+            x, scales, _ = round_fp8(x, self.gate_up.group > 0)
         grouped = group(choice, self.num_experts, first.rows)
         h, scales = many_packed_gate_up(
             x, scales, self.gate_up, weights.gate_up_bias, grouped, self.activation, first, dtype

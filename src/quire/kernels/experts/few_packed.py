@@ -82,7 +82,8 @@ def _few_packed_gate_up(
     acc = packed_sums(
         x + of_x * HIDDEN, of_x < tokens, x, codes + expert * (2 * WIDTH * (HIDDEN // 2 if HALF > 0 else HIDDEN)),
         scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, HALF, BYTES, SPLITS, LENGTH, ASM, False,
+        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, HALF, BYTES, SPLITS, LENGTH,
+        ASM, False,
     )  # fmt: skip
     acc = join_splits(acc, SPLITS)
     row = gate_up_rows(first, OUTPUTS, WIDTH, 1)
@@ -153,7 +154,8 @@ def _few_packed_down(
             h + tl.maximum(of_h, 0) * WIDTH, of_h >= 0, h,
             codes + expert * (HIDDEN * (WIDTH // 2 if HALF > 0 else WIDTH)),
             scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-            WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, HALF, BYTES, SPLITS, LENGTH, ASM, PDL,
+            WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, HALF, BYTES, SPLITS, LENGTH,
+            ASM, PDL,
         )  # fmt: skip
         acc = join_splits(acc, SPLITS)
         row = n if HIDDEN % OUTPUTS == 0 else tl.minimum(n, HIDDEN - 1)

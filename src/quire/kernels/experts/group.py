@@ -1,7 +1,8 @@
 """Tokens grouped by expert, on the device: a stable counting sort into buffers whose sizes follow from shapes alone.
 
 Each program adds up the counts of all blocks of tokens (route.py), so it knows where every expert's rows begin and
-where those of its own block belong. It places them, and writes its part of the list of tiles.
+where those of its own block belong. It places them, and writes its part of the list of tiles. Many counts are added up
+by a kernel in front.
 """
 
 from __future__ import annotations
@@ -17,12 +18,42 @@ from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
 _COUNTS = 1 << 13  # counts that a program holds at once
+_MOST_COUNTS = 1 << 14  # that each program adds up itself
+_ADDED_EXPERTS, _ADDED_BLOCKS = 16, 128  # counts that a program of `_add_up` holds at once
+
+
+@kernel(do_not_specialize=["blocks"])
+def _add_up(
+    counts,  # int32 [blocks, E]
+    before,  # int32 [blocks, E]: the sum over earlier blocks
+    totals,  # int32 [E]: over all blocks
+    blocks,
+    E: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tiles of experts,)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in tl.range(0, blocks, BLOCKS, num_stages=2):
+        b = start + tl.arange(0, BLOCKS)
+        at = b[:, None] * E + e[None, :]
+        there = (b < blocks)[:, None] & (e < E)[None, :]
+        count = tl.load(counts + at, mask=there, other=0)
+        tl.store(before + at, total[None, :] + tl.cumsum(count, 0) - count, mask=there)
+        total += tl.sum(count, 0)
+    tl.store(totals + e, total, mask=e < E)
 
 
 @kernel(do_not_specialize=["tokens", "blocks", "most_tiles", "each"])
 def _group(
     ids,  # int32 [tokens, TOP_K]
-    counts,  # int32 [blocks, E]
+    counts,  # int32 [blocks, E]; with ADDED the sums over earlier blocks
+    totals,  # int32 [E], if ADDED
     place,  # int32 [tokens, TOP_K]: the row of a token for each of its experts
     source,  # int32 [tokens * TOP_K]: the token of a row
     ends,  # int32 [E]: the end of each expert's rows
@@ -42,6 +73,7 @@ def _group(
     TILE: tl.constexpr,  # rows of a tile
     TILES: tl.constexpr,  # at least `each`
     CHUNK: tl.constexpr,  # blocks added up at once
+    ADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
@@ -49,15 +81,19 @@ def _group(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     e = tl.arange(0, E_PAD)
-    total = tl.zeros([E_PAD], tl.int32)
-    before = tl.zeros([E_PAD], tl.int32)  # chosen in earlier blocks
-    for start in tl.range(0, blocks, CHUNK, num_stages=2):
-        b = start + tl.arange(0, CHUNK)
-        count = tl.load(
-            counts + b[:, None] * E + e[None, :], mask=(b < blocks)[:, None] & (e < E)[None, :], other=0
-        )
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
+    if ADDED:
+        total = tl.load(totals + e, mask=e < E, other=0)
+        before = tl.load(counts + block * E + e, mask=e < E, other=0)
+    else:
+        total = tl.zeros([E_PAD], tl.int32)
+        before = tl.zeros([E_PAD], tl.int32)  # chosen in earlier blocks
+        for start in tl.range(0, blocks, CHUNK, num_stages=2):
+            b = start + tl.arange(0, CHUNK)
+            count = tl.load(
+                counts + b[:, None] * E + e[None, :], mask=(b < blocks)[:, None] & (e < E)[None, :], other=0
+            )
+            total += tl.sum(count, 0)
+            before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
     end = tl.cumsum(total, 0)
     if block == 0:
         tl.store(ends + e, end, mask=e < E)
@@ -132,12 +168,21 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
 
     grouped = GroupedRows(ints(tokens, top_k), ints(rows), ints(experts), ints(most), ints(most), tile)
     pdl = target_of(ids.device).has_dependent_launch
+    totals, added = counts, blocks << log > _MOST_COUNTS
+    if added:
+        before, totals = torch.empty_like(counts), ints(experts)
+        _add_up[(triton.cdiv(experts, _ADDED_EXPERTS),)](
+            counts, before, totals, blocks, E=experts, BLOCKS=_ADDED_BLOCKS, EXPERTS=_ADDED_EXPERTS, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+        counts = before
     _group[(blocks,)](
-        ids, counts, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
+        ids, counts, totals, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
         tokens, blocks, most, each,
         E=experts, E_PAD=1 << log, E_LOG=log, TOP_K=top_k,
         ITEMS=items, OTHERS=min(items, 64), ROWS=choice.rows, TILE=tile,
-        TILES=triton.next_power_of_2(each), CHUNK=min(max(_COUNTS >> log, 1), triton.next_power_of_2(blocks)), PDL=pdl,
+        TILES=triton.next_power_of_2(each), CHUNK=min(max(_COUNTS >> log, 1), triton.next_power_of_2(blocks)),
+        ADDED=added, PDL=pdl,
         num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return grouped

@@ -1,7 +1,8 @@
 """Experts with quantised weights for more than a few tokens: many.py with packed weights.
 
 Weights are converted in registers and multiplied with inputs of 16 bits. Those in FP8 may be multiplied with e4m3 inputs
-instead, which have a scale per row and 128 columns. Then the first kernel rounds what it hands to the second one.
+instead, which have a scale per row and 128 columns, or per row if the weight has: the first product then needs no
+scales between its steps. The first kernel rounds what it hands to the second one, per 128 columns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TINY = tl.constexpr(1e-12)  # scale of zeros
 @kernel
 def _many_packed_gate_up(
     x,  # [tokens, HIDDEN]; e4m3 as bytes with ROUNDED
-    x_scales,  # fp32 [tokens, HIDDEN / 128], if ROUNDED
+    x_scales,  # fp32 [tokens, HIDDEN / 128], if ROUNDED; with X_ROWS [tokens, 1]
     codes,  # [experts, 2 * WIDTH, HIDDEN or HIDDEN / 2], as are the next three: see packed_sums.py
     scale,
     zero,
@@ -60,6 +61,7 @@ def _many_packed_gate_up(
     FACTOR: tl.constexpr,
     BY_SUMS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    X_ROWS: tl.constexpr,
     HALF: tl.constexpr,
     BYTES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -86,10 +88,11 @@ def _many_packed_gate_up(
     of_scales = expert * scale_size
     # A row behind the end computes another token's row, which is not stored.
     acc = packed_sums(
-        x + token * HIDDEN, token >= 0, x_scales + token * ((HIDDEN + 127) // 128),
+        x + token * HIDDEN, token >= 0, x_scales + token * (1 if X_ROWS else (HIDDEN + 127) // 128),
         codes + expert * (2 * WIDTH * (HIDDEN // 2 if HALF > 0 else HIDDEN)),
         scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, HALF, BYTES, SPLITS, LENGTH, ASM, False,
+        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, X_ROWS, HALF, BYTES, SPLITS, LENGTH,
+        ASM, False,
     )  # fmt: skip
     acc = scale_sums(acc, row, scale + of_scales, factor, bias, expert * (2 * WIDTH), GROUP, FACTOR, BIAS)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUTPUTS, BLOCK_M]), (2, 1, 0)))
@@ -162,7 +165,8 @@ def _many_packed_down(
         h + from_row * WIDTH, from_row >= 0, h_scales + from_row * ((WIDTH + 127) // 128),
         codes + expert * (HIDDEN * (WIDTH // 2 if HALF > 0 else WIDTH)),
         scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, HALF, BYTES, SPLITS, LENGTH, ASM, False,
+        WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, False, HALF, BYTES, SPLITS, LENGTH,
+        ASM, False,
     )  # fmt: skip
     acc = scale_sums(acc, row, scale + of_scales, factor, bias, expert * HIDDEN, GROUP, FACTOR, BIAS)
     to = out + at.to(tl.int64)[:, None] * HIDDEN + n[None, :]
@@ -183,7 +187,7 @@ def many_packed_gate_up(
 
     Args:
         x: [tokens, hidden], contiguous; e4m3 with scales.
-        x_scales: fp32 [tokens, hidden / 128 rounded up], or None.
+        x_scales: fp32 [tokens, hidden / 128 rounded up], or [tokens, 1] for a weight with one scale per row; or None.
         w: gate|up of all experts, [experts, 2 * width, hidden].
         bias: [experts, 2 * width], or None.
         grouped: the rows, in tiles of `tile.rows`.
@@ -201,7 +205,8 @@ def many_packed_gate_up(
         bias=w.codes if bias is None else bias, source=grouped.source, ends=grouped.ends,
         tile_expert=grouped.tile_expert, tile_first=grouped.tile_first, h=h,
         h_scales=h if h_scales is None else h_scales, HIDDEN=hidden, WIDTH=width, KIND=kind,
-        BIAS=bias is not None, ROUNDED=rounded, DTYPE=_TRITON_TYPES[dtype],
+        BIAS=bias is not None, ROUNDED=rounded, X_ROWS=x_scales is not None and x_scales.shape[1] == 1 < hidden // X_GROUP,
+        DTYPE=_TRITON_TYPES[dtype],
         **_arguments(w, x, tile, 2 * tile.outputs),
     )  # fmt: skip
     return h, h_scales

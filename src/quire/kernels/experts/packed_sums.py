@@ -118,7 +118,8 @@ def packed_sums(
     ZERO: tl.constexpr,
     OFFSET: tl.constexpr,
     BY_SUMS: tl.constexpr,  # scales multiply sums, instead of numbers
-    X_SCALES: tl.constexpr,  # x is e4m3, with a scale per 128 columns
+    X_SCALES: tl.constexpr,  # x is e4m3, with scales
+    X_ROWS: tl.constexpr,  # one scale per row instead of one per 128 columns; the weight has no groups then
     HALF: tl.constexpr,
     BYTES: tl.constexpr,  # of a row of the weight and an iteration
     SPLITS: tl.constexpr,  # parts of the columns; rows of the weight and of x are repeated for each
@@ -139,6 +140,7 @@ def packed_sums(
     ONE: tl.constexpr = GROUP >= STEPS * BYTES  # one scale per row and iteration
     COLUMNS: tl.constexpr = BYTES if ONE else SPAN if GROUP > SPAN else GROUP  # bytes with the same scale
     tl.static_assert(ONE or not BY_SUMS)
+    tl.static_assert(GROUP == 0 or not X_ROWS)
     FOLDED: tl.constexpr = FORMAT == "fp4" and ASM and from_x.dtype.element_ty == tl.bfloat16
     byte = tl.arange(0, BYTES)
     at = byte // SPAN * (2 * SPAN) + byte % SPAN if FOUR else byte
@@ -187,7 +189,7 @@ def packed_sums(
             scale, zero, offset, n, before, later, stride, 1, K, GROUP, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
         )  # fmt: skip
         next_xs = xs
-        if X_SCALES:
+        if X_SCALES and not X_ROWS:
             next_xs = tl.load(from_x_scale + later // 128, mask=real & (later < K), other=0.0)
         sums = tl.zeros([n.shape[0], real.shape[0]], tl.float32)
         for part in tl.static_range(STEPS):
@@ -203,10 +205,13 @@ def packed_sums(
                 left, right = w.to(tl.float8e4nv, bitcast=True), a.to(tl.float8e4nv, bitcast=True)
                 if not ASM:
                     left, right = left.to(tl.float32).to(tl.float16), right.to(tl.float32).to(tl.float16)
-                factors = xs[None, :]
-                if GROUP > 0:
-                    factors = tl.trans(groups[0]) * factors
-                acc += tl.dot(left, tl.trans(right)) * factors
+                if X_ROWS:  # nothing to do between two products, which can follow each other without a wait
+                    acc = tl.dot(left, tl.trans(right), acc)
+                else:
+                    factors = xs[None, :]
+                    if GROUP > 0:
+                        factors = tl.trans(groups[0]) * factors
+                    acc += tl.dot(left, tl.trans(right)) * factors
             else:
                 if FOLDED:
                     number = scaled_fp4(w, tl.trans(groups[0]), E8M0, part == 1, COLUMNS)
@@ -223,6 +228,8 @@ def packed_sums(
         low, high, xs = next_low, next_high, next_xs
     if FOLDED:
         acc *= FP4_FACTOR
+    if X_ROWS:
+        acc *= xs[None, :]
     return acc
 
 

@@ -23,6 +23,7 @@ _CLOSED = tl.constexpr(-2e38)  # of an expert in a group that was not chosen
 _TAKEN = tl.constexpr(float("-inf"))  # of an expert that was chosen before
 _LEAST = tl.constexpr(-2147483648)  # below the order of every number
 _MOST_LANES = 128  # experts of a row that a warp holds in 4 registers
+_WARP_ROWS = 4  # rows of one part that a warp has, where there are many
 
 # A tile of logits is [PARTS, ROWS, LANES], and holds expert part * LANES + lane. With as many warps as rows, a row
 # belongs to one warp: reductions over parts stay in a thread, those over lanes in a warp.
@@ -240,7 +241,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
     """
     tokens, experts = logits.shape[0], rule["E"]
     few = tokens <= FEW_TOKENS
-    rows = block_rows(tokens)
+    rows = block_rows(tokens, rule["PARTS"])
     blocks = triton.cdiv(tokens, rows)
     ids, weights, slots = empty_choice(tokens, rule, logits.device)
     shape = (slots + rule["SHARED"],) if few else (blocks, experts + rule["SHARED"])
@@ -250,7 +251,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
         _route[(blocks,)](
             logits, weights if correction is None else correction, ids, weights, counts, tokens, slots,
             CORRECTION=correction is not None, FEW=few, ROWS=rows, PDL=pdl,
-            num_warps=4 if rows <= 16 else 8, launch_pdl=pdl, **rule,
+            num_warps=min(max(rows * rule["PARTS"] // _WARP_ROWS, 4), rows, 8), launch_pdl=pdl, **rule,
         )  # fmt: skip
     return (
         ExpertChoice(ids, weights, active=counts)
@@ -269,14 +270,19 @@ def empty_choice(
     return ids, weights, min(rule["E"], tokens * rule["TOP_K"])
 
 
-def block_rows(tokens: int) -> int:
+def block_rows(tokens: int, parts: int = 1) -> int:
     """Return the number of tokens per program: all of a few, else such that there are at most a few hundred blocks.
 
     There are at least four, one for each warp, because a row that several warps share is slower.
+
+    Args:
+        tokens: of the step.
+        parts: PARTS of a row. Rows of several parts are divided among more programs: a warp would not have registers for
+            four of them.
     """
     if tokens <= FEW_TOKENS:
         return max(4, triton.next_power_of_2(tokens))
-    return 4 if tokens <= 512 else 16 if tokens <= 2048 else 32
+    return 4 if tokens <= 512 else max(4, (16 if tokens <= 2048 else 32) // parts)
 
 
 def rule_arguments(

@@ -234,7 +234,7 @@ class Steps:
         rows = torch.randn(len(grouped.source), self.case.hidden, device="cuda").bfloat16()
         yield "group", lambda i: group(self.choice, self.case.experts, default.rows), 0.0
         yield "weighted sum", lambda i: weighted_sum(rows, grouped.place, self.choice.weights), 0.0
-        wanted = {16: (0, 16), 32: (4, 48), 64: (8, 1e9), 128: (32, 1e9)}
+        wanted = {16: (0, 16), 32: (4, 1e9 if in_fp8 else 48), 64: (8, 1e9), 128: (32, 1e9)}
         mean = self.tokens * self.case.top_k / self.case.experts
         for sizes in FP8_TILES if in_fp8 else MANY_TILES:
             if not wanted[sizes[0]][0] <= mean <= wanted[sizes[0]][1]:

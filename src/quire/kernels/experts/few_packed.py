@@ -81,8 +81,8 @@ def _few_packed_gate_up(
     of_scales = expert * scale_size
     acc = packed_sums(
         x + of_x * HIDDEN, of_x < tokens, x, codes + expert * (2 * WIDTH * (HIDDEN // 2 if HALF > 0 else HIDDEN)),
-        scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, HALF, BYTES, SPLITS, LENGTH,
+        scale + of_scales, zero + of_scales, offset + of_scales, row, 0, 0, scale_stride,
+        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, False, HALF, BYTES, SPLITS, LENGTH,
         ASM, False,
     )  # fmt: skip
     acc = join_splits(acc, SPLITS)
@@ -153,8 +153,8 @@ def _few_packed_down(
         acc = packed_sums(
             h + tl.maximum(of_h, 0) * WIDTH, of_h >= 0, h,
             codes + expert * (HIDDEN * (WIDTH // 2 if HALF > 0 else WIDTH)),
-            scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-            WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, HALF, BYTES, SPLITS, LENGTH,
+            scale + of_scales, zero + of_scales, offset + of_scales, row, 0, 0, scale_stride,
+            WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, False, False, False, HALF, BYTES, SPLITS, LENGTH,
             ASM, PDL,
         )  # fmt: skip
         acc = join_splits(acc, SPLITS)

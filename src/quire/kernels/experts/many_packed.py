@@ -86,13 +86,14 @@ def _many_packed_gate_up(
     token = tl.load(source + at, mask=inside, other=0).to(tl.int64)
     row = gate_up_rows(part * OUTPUTS, OUTPUTS, WIDTH, 1)
     of_scales = expert * scale_size
+    BLOCKS: tl.constexpr = ROUNDED and SCALE_ROWS == OUTPUTS and WIDTH % OUTPUTS == 0 and GROUP == BYTES
     # A row behind the end computes another token's row, which is not stored.
     acc = packed_sums(
         x + token * HIDDEN, token >= 0, x_scales + token * (1 if X_ROWS else (HIDDEN + 127) // 128),
         codes + expert * (2 * WIDTH * (HIDDEN // 2 if HALF > 0 else HIDDEN)),
-        scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, X_ROWS, HALF, BYTES, SPLITS, LENGTH,
-        ASM, False,
+        scale + of_scales, zero + of_scales, offset + of_scales, row, part, part + WIDTH // OUTPUTS, scale_stride,
+        HIDDEN, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, X_ROWS, BLOCKS, HALF, BYTES, SPLITS,
+        LENGTH, ASM, False,
     )  # fmt: skip
     acc = scale_sums(acc, row, scale + of_scales, factor, bias, expert * (2 * WIDTH), GROUP, FACTOR, BIAS)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUTPUTS, BLOCK_M]), (2, 1, 0)))
@@ -161,12 +162,20 @@ def _many_packed_down(
     n = part * OUTPUTS + tl.arange(0, OUTPUTS)
     row = n if HIDDEN % OUTPUTS == 0 else tl.minimum(n, HIDDEN - 1)
     of_scales = expert * scale_size
+    BLOCKS: tl.constexpr = (
+        ROUNDED
+        and OUTPUTS <= 2 * SCALE_ROWS
+        and OUTPUTS % SCALE_ROWS == 0
+        and HIDDEN % OUTPUTS == 0
+        and GROUP == BYTES
+    )
+    block = part * (OUTPUTS // SCALE_ROWS)
     acc = packed_sums(
         h + from_row * WIDTH, from_row >= 0, h_scales + from_row * ((WIDTH + 127) // 128),
         codes + expert * (HIDDEN * (WIDTH // 2 if HALF > 0 else WIDTH)),
-        scale + of_scales, zero + of_scales, offset + of_scales, row, scale_stride,
-        WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, False, HALF, BYTES, SPLITS, LENGTH,
-        ASM, False,
+        scale + of_scales, zero + of_scales, offset + of_scales, row, block, block + OUTPUTS // SCALE_ROWS - 1, scale_stride,
+        WIDTH, FORMAT, GROUP, SCALE_ROWS, E8M0, ZERO, OFFSET, BY_SUMS, ROUNDED, False, BLOCKS, HALF, BYTES, SPLITS,
+        LENGTH, ASM, False,
     )  # fmt: skip
     acc = scale_sums(acc, row, scale + of_scales, factor, bias, expert * HIDDEN, GROUP, FACTOR, BIAS)
     to = out + at.to(tl.int64)[:, None] * HIDDEN + n[None, :]
@@ -270,8 +279,8 @@ def packed_tiles_for(mean: float, rounded: bool) -> tuple[GroupedTile, GroupedTi
         rounded: whether inputs are e4m3.
     """
     if rounded:
-        rows = 16 if mean <= 8 else 32 if mean <= 24 else 64
-        return GroupedTile(rows, 128, 128, 8, 4, False), GroupedTile(rows, 128, 128, 4, 4, False)
+        rows, by_rows = 16 if mean <= 8 else 32 if mean <= 24 else 64, mean > 100
+        return GroupedTile(rows, 128, 128, 8, 4, by_rows), GroupedTile(rows, 128, 128, 4, 4, by_rows)
     if mean <= 24:
         small = GroupedTile(16 if mean <= 8 else 32, 64, 64, 4, 4, False)
         return small, small

@@ -109,6 +109,8 @@ def packed_sums(
     zero,  # pointer: uint8 [groups, rows of weight], if ZERO
     offset,  # pointer: [groups, rows of weight], if OFFSET: added to code * scale
     n,  # [N]: rows of the weight
+    block,  # with X_SCALES and SCALE_ROWS > 1: the block of rows that has the first row's scale
+    other_block,  # likewise, of the second half of the rows
     stride,  # elements from the scales of one group to the next
     K: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -120,6 +122,7 @@ def packed_sums(
     BY_SUMS: tl.constexpr,  # scales multiply sums, instead of numbers
     X_SCALES: tl.constexpr,  # x is e4m3, with scales
     X_ROWS: tl.constexpr,  # one scale per row instead of one per 128 columns; the weight has no groups then
+    BLOCKS: tl.constexpr,  # the rows have the scales of two blocks, which need not be brought to the threads of each row
     HALF: tl.constexpr,
     BYTES: tl.constexpr,  # of a row of the weight and an iteration
     SPLITS: tl.constexpr,  # parts of the columns; rows of the weight and of x are repeated for each
@@ -142,6 +145,13 @@ def packed_sums(
     tl.static_assert(ONE or not BY_SUMS)
     tl.static_assert(GROUP == 0 or not X_ROWS)
     FOLDED: tl.constexpr = FORMAT == "fp4" and ASM and from_x.dtype.element_ty == tl.bfloat16
+    IN_PLACE: tl.constexpr = (
+        X_SCALES and ASM
+    )  # the units read both operands where the copies of loads put them
+    NONE: tl.constexpr = 0.0 if IN_PLACE else 0  # what masked loads give
+    if IN_PLACE:
+        codes = codes.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        from_x = from_x.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     byte = tl.arange(0, BYTES)
     at = byte // SPAN * (2 * SPAN) + byte % SPAN if FOUR else byte
     from_w = codes + n.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
@@ -159,14 +169,22 @@ def packed_sums(
     acc = tl.zeros([n.shape[0], real.shape[0]], tl.float32)
     lag = 0
     # What belongs to groups is too small for the pipeline of copies, so it is loaded one iteration ahead.
+    OF_ROWS: tl.constexpr = 0 if BLOCKS else GROUP
     low = _load_groups(
-            scale, zero, offset, n, before, 0, stride, 0, K, GROUP, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
+            scale, zero, offset, n, before, 0, stride, 0, K, OF_ROWS, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
         )  # fmt: skip
     high = low
     if FOUR and not ONE:
         high = _load_groups(
             scale, zero, offset, n, before, 0, stride, 1, K, GROUP, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
         )  # fmt: skip
+    ws = 0.0
+    other_ws = 0.0
+    is_other = tl.arange(0, n.shape[0]) >= n.shape[0] // 2
+    if BLOCKS:
+        tl.static_assert(GROUP == BYTES and X_SCALES)
+        ws = tl.load(scale + block)
+        other_ws = tl.load(scale + other_block)
     xs = tl.full([1], 0.0, tl.float32)
     if X_SCALES:
         xs = tl.load(from_x_scale, mask=real, other=0.0)
@@ -176,18 +194,24 @@ def packed_sums(
             w = tl.load(from_w + start, eviction_policy="evict_first")
         else:
             there = (start + byte < LENGTH)[None, :] & ((start + byte)[None, :] + w_before < ROW_BYTES)
-            w = tl.load(from_w + start, mask=there, other=0, eviction_policy="evict_first")
+            w = tl.load(from_w + start, mask=there, other=NONE, eviction_policy="evict_first")
         if WAIT:  # noqa: SIM102 (a compile-time condition)
             if start == 0:
                 lag = wait_for_previous(WAIT)
         next_low = _load_groups(
-            scale, zero, offset, n, before, later, stride, 0, K, GROUP, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
+            scale, zero, offset, n, before, later, stride, 0, K, OF_ROWS, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
         )  # fmt: skip
         next_high = next_low
         if FOUR and not ONE:
             next_high = _load_groups(
             scale, zero, offset, n, before, later, stride, 1, K, GROUP, SCALE_ROWS, ZERO, OFFSET, HALF, BYTES, COLUMNS
         )  # fmt: skip
+        next_ws = ws
+        next_other = other_ws
+        if BLOCKS:
+            of_later = scale + tl.minimum(later, K - 1) // GROUP * stride
+            next_ws = tl.load(of_later + block)
+            next_other = tl.load(of_later + other_block)
         next_xs = xs
         if X_SCALES and not X_ROWS:
             next_xs = tl.load(from_x_scale + later // 128, mask=real & (later < K), other=0.0)
@@ -195,21 +219,24 @@ def packed_sums(
         for part in tl.static_range(STEPS):
             first = (2 * start if FOUR else start) + part * SPAN
             if EVEN:
-                a = tl.load(from_x + (first + 16 * lag), mask=real[:, None], other=0)
+                a = tl.load(from_x + (first + 16 * lag), mask=real[:, None], other=NONE)
             else:
                 column = (first + at)[None, :]
                 there = (column < STEPS * LENGTH) & (column + x_before < K)
-                a = tl.load(from_x + (first + 16 * lag), mask=real[:, None] & there, other=0)
+                a = tl.load(from_x + (first + 16 * lag), mask=real[:, None] & there, other=NONE)
             groups = high if part == 1 else low
             if X_SCALES:
-                left, right = w.to(tl.float8e4nv, bitcast=True), a.to(tl.float8e4nv, bitcast=True)
-                if not ASM:
-                    left, right = left.to(tl.float32).to(tl.float16), right.to(tl.float32).to(tl.float16)
+                left, right = w, a
+                if not IN_PLACE:  # in the interpreter
+                    left = w.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.float16)
+                    right = a.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.float16)
                 if X_ROWS:  # nothing to do between two products, which can follow each other without a wait
                     acc = tl.dot(left, tl.trans(right), acc)
                 else:
                     factors = xs[None, :]
-                    if GROUP > 0:
+                    if BLOCKS:
+                        factors = tl.where(is_other, other_ws, ws)[:, None] * factors
+                    elif GROUP > 0:
                         factors = tl.trans(groups[0]) * factors
                     acc += tl.dot(left, tl.trans(right)) * factors
             else:
@@ -226,6 +253,7 @@ def packed_sums(
         if BY_SUMS and not X_SCALES:
             acc += sums * tl.trans(low[0]).to(tl.float32)
         low, high, xs = next_low, next_high, next_xs
+        ws, other_ws = next_ws, next_other
     if FOLDED:
         acc *= FP4_FACTOR
     if X_ROWS:

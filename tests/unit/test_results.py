@@ -25,7 +25,7 @@ def test_steps_are_timed_by_the_device(copies: bool) -> None:
     work(1)
     torch.cuda.synchronize()
     handles, begin = [], time.perf_counter()
-    for step, pause_s in enumerate((0.0, 0.3)):
+    for step, pause_s in enumerate((0.0, 2.0)):
         results.begin(step)
         work(20)
         time.sleep(pause_s)  # far longer than the work
@@ -33,7 +33,7 @@ def test_steps_are_timed_by_the_device(copies: bool) -> None:
     first, second = (handle.wait().times for handle in handles)
     took_s = time.perf_counter() - begin
     assert first and second
-    assert 0 < first.since_start_s < 0.1 < second.since_start_s <= second.since_last_s
+    assert 0 < first.since_start_s < 1.0 < second.since_start_s <= second.since_last_s
     assert first.since_start_s + second.since_last_s <= took_s
 
 

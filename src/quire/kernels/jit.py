@@ -16,6 +16,7 @@ from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import DependenciesFinder, JITFunction
 
+_loading = threading.Lock()
 # Attributes: `compile_only`, whether launches of this thread only compile, and `on_miss`, of `call_on_miss`.
 _thread = threading.local()
 
@@ -97,17 +98,12 @@ class Source(ASTSource):
 
 
 class _SharedKernel(CompiledKernel):
-    """A compiled kernel whose first launch may happen in several threads at once.
-
-    Different kernels are loaded side by side, because Triton runs a C compiler for each new combination of argument types.
-    """
-
-    loading: threading.Lock
+    """A compiled kernel whose first launch may happen in several threads at once."""
 
     @property
     def run(self) -> Any:
         if self.function is None:  # Triton sets it after `_run`, so a second thread could see `_run` alone
-            with self.loading:
+            with _loading:
                 self._init_handles()
         return self._run
 
@@ -118,5 +114,5 @@ def _compile(source: Source, **options: Any) -> CompiledKernel:
     except _NotOnDisk:
         _thread.on_miss(source, options)
         compiled = triton.compile(source, **options)
-    compiled.__class__, compiled.loading = _SharedKernel, threading.Lock()
+    compiled.__class__ = _SharedKernel
     return compiled

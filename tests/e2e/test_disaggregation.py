@@ -149,7 +149,7 @@ def test_a_killed_prefill_process_is_replaced_and_nothing_is_lost(joint: Engine,
         assert "SIGKILL" in split.scheduler.connector.notes[0]
     until(split, lambda: process.info is not None)
     assert list(split.scheduler.connector.notes) == []
-    before = split.log.totals.fetched_tokens["prefill"]
+    before = split.log.totals.fetched_tokens.get("prefill", 0)
     assert run(split, requests(71)) == run(joint, requests(71))
     assert split.log.totals.fetched_tokens["prefill"] > before, "the new process computes no prompts"
 

@@ -33,7 +33,7 @@ def test_steps_are_timed_by_the_device(copies: bool) -> None:
     first, second = (handle.wait().times for handle in handles)
     took_s = time.perf_counter() - begin
     assert first and second
-    assert 0 < first.since_start_s < 1.0 < second.since_start_s <= second.since_last_s
+    assert 0 < first.since_start_s < 1.0 < second.since_start_s <= second.since_last_s + 1e-3
     assert first.since_start_s + second.since_last_s <= took_s
 
 

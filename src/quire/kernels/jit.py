@@ -16,6 +16,8 @@ from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import DependenciesFinder, JITFunction
 
+# One for all kernels: up to Triton 3.6 loading a kernel imports an extension module, whose name is that of all others.
+# Two at once can get each other's function.
 _loading = threading.Lock()
 # Attributes: `compile_only`, whether launches of this thread only compile, and `on_miss`, of `call_on_miss`.
 _thread = threading.local()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from triton import knobs
 
 from quire.kernels import jit, norm
 from quire.kernels.ahead import background_compilation
+from quire.kernels.compile_job import build_launcher
 
 CPU = torch.device("cpu")
 
@@ -118,3 +120,18 @@ def test_kernels_are_compiled_once_and_not_run(monkeypatch: pytest.MonkeyPatch) 
     assert torch.allclose(norm.rms_norm(x, weight, 1e-6), expected, atol=1e-4)
     assert torch.equal(norm.add_rms_norm(x, x, weight, 1e-6)[1], x + x)
     assert len(compiled) == 2
+
+
+def test_processes_build_launchers_that_are_extension_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Triton 3.6 the engine would build them one after the other. Later versions have one for all kernels."""
+    from triton.backends.nvidia import driver
+
+    compiled: Any = SimpleNamespace(src="source", metadata="metadata")
+    built: list[tuple[str, str]] = []
+    monkeypatch.setattr(driver, "CudaLauncher", lambda src, metadata: built.append((src, metadata)))
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    build_launcher(compiled)
+    assert not built
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    build_launcher(compiled)
+    assert built == [("source", "metadata")]

@@ -104,7 +104,8 @@ class Clocks:
         if times is None:
             record.took_s = ready_s - max(self._ready_s, record.time_s)
         else:
-            record.took_s = min(times.since_last_s, record.schedule_s + times.since_start_s)
+            # The end of a step is that of the copy of its results, which may still run when a short step behind it ends.
+            record.took_s = max(0.0, min(times.since_last_s, record.schedule_s + times.since_start_s))
         self.ended_s, self._ready_s = now_s, ready_s
         self._log.end(record)
 

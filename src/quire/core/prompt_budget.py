@@ -20,13 +20,11 @@ from quire.types import Request, RequestTargets, Totals
 
 _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
-_CAUTION = (
-    0.7  # share of the time of a chunk that is filled while only long prompts show how fast prompts are
-)
+_CAUTION = 0.7  # share of the limit that a chunk fills while only long prompts show how fast prompts are
 _GROWTH = 2.0  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
 _FEW_FINISHED = 16  # requests of which the length of answers is not typical
 _COUNTED_TOKENS = 64  # of an answer to come, beside tokens that have come
-_FAR = 4  # times as many rows as decode are predicted from those, at most
+_FAR = 2.5  # times as many rows as decode are predicted from those, at most
 _UNKNOWN_S = 1e-9  # stands for the time of a step that is not known yet: prompts then run in short chunks
 _MOST_CUT = 1 / 3  # of a chunk that is left out to fill a step of a common size
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
@@ -195,7 +193,7 @@ class LatencyBudget:
         rows = load.rows + int(min(coming, answer * self._chunk / max(first.known, 1)))
         if rows * min(answer, _COUNTED_TOKENS) <= sum(self._rows):
             return plain_s
-        rows = min(rows, _FAR * load.rows)
+        rows = min(rows, int(_FAR * load.rows))
         grown = StepLoad(rows, load.context * rows / load.rows, 0, 0.0)
         then_s, now_s = self._model.decode.predict(grown), self._model.decode.predict(load)
         return plain_s if then_s is None or now_s is None else plain_s + max(0.0, then_s - now_s)
@@ -223,11 +221,9 @@ class LatencyBudget:
         A chunk beside decoding rows takes at most as long as the rows alone and the chunk alone.
         """
         alone_s = self._model.predict(load)
-        return (
-            _FIRST_TOKENS
-            if alone_s is None
-            else max(_FIRST_TOKENS, _CAUTION * self._pace * (limit_s - alone_s))
-        )
+        if alone_s is None:
+            return _FIRST_TOKENS
+        return max(_FIRST_TOKENS, _CAUTION * self._pace * (limit_s - alone_s))
 
     def filling(self, rows: int, tokens: int) -> int:
         """Return at most `tokens` prompt tokens, so that a step with `rows` more tokens needs no padding."""

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
@@ -33,9 +33,21 @@ def encode_job(source: ASTSource, options: dict[str, Any]) -> bytes:
 
 
 def run_job(job: bytes) -> None:
-    """Compile a kernel, unless it is on disk."""
+    """Compile a kernel and its launcher, unless they are on disk."""
     kernel, signature, constants, attributes, options = (_decode(part) for part in json.loads(job))
-    triton.compile(ASTSource(kernel, signature, constants, attributes), **options)
+    build_launcher(triton.compile(ASTSource(kernel, signature, constants, attributes), **options))
+
+
+def build_launcher(compiled: CompiledKernel) -> None:
+    """Build the launcher of a kernel, which Triton keeps on disk as well.
+
+    Up to Triton 3.6 it is an extension module in C for each combination of argument types. The engine would build one
+    after the other, because it can load only one at a time (kernels/jit.py).
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def prepare() -> None:

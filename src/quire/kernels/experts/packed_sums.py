@@ -145,9 +145,8 @@ def packed_sums(
     tl.static_assert(ONE or not BY_SUMS)
     tl.static_assert(GROUP == 0 or not X_ROWS)
     FOLDED: tl.constexpr = FORMAT == "fp4" and ASM and from_x.dtype.element_ty == tl.bfloat16
-    IN_PLACE: tl.constexpr = (
-        X_SCALES and ASM
-    )  # the units read both operands where the copies of loads put them
+    # The matrix units read both operands where the copies of loads put them.
+    IN_PLACE: tl.constexpr = X_SCALES and ASM
     NONE: tl.constexpr = 0.0 if IN_PLACE else 0  # what masked loads give
     if IN_PLACE:
         codes = codes.to(tl.pointer_type(tl.float8e4nv), bitcast=True)

@@ -38,7 +38,7 @@ from quire.bench.startup import start_up
 
 SHAPES = {
     **TWO_SHAPES, "Llama-3.2-3B": LLAMA32_3B, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "Qwen3.5-4B": QWEN35_4B,
-    "Qwen3-30B-A3B": QWEN3_30B,    "Qwen3-Next-80B-A3B": QWEN3_NEXT, "Qwen3-Next-80B-A3B-FP8": QWEN3_NEXT,
+    "Qwen3-30B-A3B": QWEN3_30B, "Qwen3-Next-80B-A3B": QWEN3_NEXT, "Qwen3-Next-80B-A3B-FP8": QWEN3_NEXT,
 }  # fmt: skip
 FORMATS = {"Qwen3-Next-80B-A3B-FP8": "fp8"}  # of converted weights; the others stay in bfloat16
 MODELS = ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B")

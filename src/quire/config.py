@@ -259,7 +259,7 @@ class EngineConfig:
         "auto",
         "back end for rows of several new tokens: auto is that of attention; reference gathers keys and values for each "
         "row; library is PyTorch's FlashAttention over gathered rows, on a GPU; triton; with latent attention absorbed reads "
-        "latents as they are, expanded (auto) computes keys and values where that takes fewer operations",
+        "latents as they are; expanded, which auto picks, computes keys and values where that takes fewer operations",
     )
     decode_attention: DecodeAttention = _kernels(
         "auto",

@@ -212,6 +212,11 @@ def test_matmul_for_any_number_of_rows(
     x = values(40, inputs, **kind)
     for rows in (1, 2, 3, 5, 16, 17, 40):
         assert_close(few(x[:rows]), plain(x[:rows]), 2)
+    gate_up, beside = values(3, 2 * inputs, **kind), values(3, outputs, **kind)
+    gate, up = gate_up.chunk(2, 1)
+    wanted = plain(torch.nn.functional.silu(gate) * up)
+    assert_close(few.of_gated(gate_up, "silu", None), wanted, 2)
+    assert_close(few.of_gated(gate_up, "silu", beside), wanted + beside, 4)
     strided = torch.stack((x, x), -1)[..., 0]
     assert_close(few(strided[:2]), plain(x[:2]), 2)
     assert FewRowsMatmul.takes(weight)

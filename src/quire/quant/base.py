@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import Kernels
+from quire.layers.activation import ACTIVATIONS
 from quire.layers.env import Env
 
 NEVER = sys.maxsize  # more rows than a step has
@@ -69,8 +70,8 @@ class FusingMatmul(Matmul):
     Attributes:
         fused_rows: most rows for `after_norm`.
         added_rows: most rows for `add`.
-        apart_rows: rows from which `after_norm` with a `kind` computes the activation in a kernel of its own.
-        gated_rows: rows from which `of_gated` computes it at no cost.
+        apart_rows: number of rows from which `after_norm` with a `kind` needs a separate kernel for the activation.
+        gated_rows: number of rows from which `of_gated` computes the activation at no cost.
     """
 
     fused_rows: int
@@ -96,11 +97,13 @@ class FusingMatmul(Matmul):
         """Return the product with kind(gate) * up, plus `residual` [rows, outputs] if there is one.
 
         Args:
-            gate_up: [rows, 2 * inputs], at least `gated_rows` rows.
+            gate_up: [rows, 2 * inputs].
             kind: activation of a gated MLP.
             residual: for at most `added_rows` rows; or None.
         """
-        raise NotImplementedError
+        gate, up = gate_up.chunk(2, -1)
+        y = self(ACTIVATIONS[kind](gate) * up)
+        return y if residual is None else y + residual
 
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:

@@ -113,12 +113,12 @@ class PackedCodesMatmul(FusingMatmul):
         # The library wants the scales of blocks four inputs' blocks at a time.
         multiples = (128, 512) if self.by_group else (16, 128)
         # Weights with a part of a block of outputs are narrow, and faster unpacked than a few hundred rows at a time.
-        can_round = self.rounding != "none" and weight.outputs % multiples[0] == 0
-        self.rounds = can_round and target_of(weight.codes.device).capability >= 90
+        is_whole = weight.outputs % multiples[0] == 0
+        self.rounds = self.rounding != "none" and is_whole and target_of(weight.codes.device).capability >= 90
         self.narrow_rows = NARROW_ROWS if takes_rows(weight) else ANY_ROWS
         self.most_in_registers = rows_in_registers(self.rounds, weight.outputs, takes_rows(weight))
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
-        self.in_library = weight.outputs % multiples[0] == 0 and weight.inputs % multiples[1] == 0
+        self.in_library = is_whole and weight.inputs % multiples[1] == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
         self.gemv_rows = self._most_gemv_rows()
         most_in_kernels = max(self.most_in_registers, self.most_in_fp8)

@@ -168,7 +168,7 @@ class StepResult:
     )
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
-    times: DeviceTimes | None = None  # None: the device has no clock of its own
+    times: DeviceTimes | None = None  # None: only the host has a clock
 
 
 class StepHandle(Protocol):

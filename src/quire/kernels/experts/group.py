@@ -1,8 +1,8 @@
 """Tokens grouped by expert, on the device: a stable counting sort into buffers whose sizes follow from shapes alone.
 
-Each program adds up the counts of all blocks of tokens (route.py), so it knows where every expert's rows begin and
-where those of its own block belong. It places them, and writes its part of the list of tiles. Many counts are added up
-by a kernel in front.
+Each program handles one block of tokens. It needs the counts of all blocks (route.py) to know where every expert's rows
+begin and where those of its block belong. It adds them up itself, or, if there are many, reads the sums of `_add_up`.
+Then it places its rows and writes its part of the list of tiles.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def packed_sums(
     zero,  # pointer: uint8 [groups, rows of weight], if ZERO
     offset,  # pointer: [groups, rows of weight], if OFFSET: added to code * scale
     n,  # [N]: rows of the weight
-    block,  # with X_SCALES and SCALE_ROWS > 1: the block of rows that has the first row's scale
-    other_block,  # likewise, of the second half of the rows
+    block,  # the block of outputs of the first half of the rows, if BLOCKS
+    other_block,  # that of the second half
     stride,  # elements from the scales of one group to the next
     K: tl.constexpr,
     FORMAT: tl.constexpr,

@@ -15,7 +15,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE inline
-#define STAGE inline
+#define CONSTANT static const
 #define KERNEL extern "C" void
 #define __align__(x)
 constexpr int STACK_BYTES = 64 << 10;
@@ -29,7 +29,7 @@ struct Meeting {  // of threads at a barrier
 struct Warp {
     Meeting meeting;
     float floats[32];
-    u32 words[32][4];
+    u32 words[32][6];
 };
 
 struct HostBlock {
@@ -83,8 +83,13 @@ struct Spin {
     }
 };
 
+
 struct alignas(16) Vec4 {
     u32 x, y, z, w;
+};
+
+struct alignas(8) Pair {
+    u32 x, y;
 };
 
 inline float as_float(u32 bits) {
@@ -103,6 +108,7 @@ inline u32 round_bf16(float x) {
 }
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float divide(float x, float y) { return x / y; }
 inline float inverse_root(float x) { return 1 / sqrtf(x); }
 
 inline void meet(Meeting& meeting, int count) {
@@ -125,6 +131,9 @@ inline float exchange(float x, int from) {
     return y;
 }
 inline float shuffle_xor(float x, int mask) { return exchange(x, running->thread % 32 ^ mask); }
+inline float shuffle_from(float x, int lane) { return exchange(x, lane); }
+inline u32 shuffle_word(u32 x, int lane) { return as_bits(exchange(as_float(x), lane)); }
+inline u32 exchange_word(u32 x, int mask) { return shuffle_word(x, running->thread % 32 ^ mask); }
 inline float shuffle_down(float x, int by) {
     const int from = running->thread % 32 + by;
     return exchange(x, from < 32 ? from : running->thread % 32);
@@ -140,6 +149,8 @@ inline bool any_lane(bool x) {
 }
 
 inline Vec4 load_once(const void* at) { return *(const Vec4*)at; }
+inline Pair load_pair(const void* at) { return *(const Pair*)at; }
+inline u32 load_word32(const void* at) { return *(const u32*)at; }
 inline void load_words(const u64* at, u64& a, u64& b) { a = at[0], b = at[1]; }
 inline u64 load_word(const u64* at) { return *at; }
 inline void store_word(u64* at, u64 word) { *at = word; }
@@ -165,6 +176,11 @@ inline void barrier_expect(u64* barrier, u32 bytes) {
     *barrier += (u64)bytes << 32;
     barrier_arrive(barrier);
 }
+inline bool barrier_passed(u64* barrier, u32 parity) {
+    if (*barrier >> 63 != parity || failed) return true;
+    Spin().wait(2);
+    return false;
+}
 inline void barrier_wait(u64* barrier, u32 parity, int place) {
     Spin spin;
     while (*barrier >> 63 == parity && !failed) spin.wait(place);
@@ -184,16 +200,17 @@ static void finish_copy() {
 }
 
 inline float half_of(u32 word, int which) { return as_float(which ? word & 0xffff0000u : word << 16); }
-inline void multiply_add(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+inline void multiply_add(float (&c)[4], const Vec4& a, u32 b0, u32 b1) {
     Warp& warp = own_warp();
     const int lane = running->thread % 32;
-    const u32 own[4] = {a0, a2, b0, b1};
+    const u32 own[6] = {a.x, a.y, a.z, a.w, b0, b1};
     memcpy(warp.words[lane], own, sizeof own);
     sync_warp();
-    for (int j = 0; j < 2; j++)
-        for (int t = 0; t < 4; t++)
-            for (int half = 0; half < 4; half++)
-                c[j] += half_of(warp.words[lane / 4 * 4 + t][half / 2], half % 2) *
-                        half_of(warp.words[(lane % 4 * 2 + j) * 4 + t][2 + half / 2], half % 2);
+    for (int i = 0; i < 2; i++)      // rows
+        for (int j = 0; j < 2; j++)  // columns
+            for (int t = 0; t < 4; t++)
+                for (int half = 0; half < 4; half++)
+                    c[2 * i + j] += half_of(warp.words[lane / 4 * 4 + t][i + half / 2 * 2], half % 2) *
+                                    half_of(warp.words[(lane % 4 * 2 + j) * 4 + t][4 + half / 2], half % 2);
     sync_warp();
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_decoder import BLOCK, RandomDecoder
+from benchmarks.random_decoder import BLOCK, RandomDecoder
 
 import quire.kernels.persistent
 from quire.kernels.nvrtc import compiled
@@ -58,10 +58,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 CASES = [
-    (NORMED, [37], Schedule(NORMED, 1, BLOCK, 5, warps=2, pieces=1, most_slots=5)),
-    (BIASED, [37, 3], Schedule(BIASED, 2, BLOCK, 5, warps=2, pieces=1, most_slots=5)),
-    (BIASED, [37], Schedule(BIASED, 1, BLOCK, 7, warps=2, pieces=1, most_slots=5, together=2, sets_held=1)),
-    (NORMED, [37, 3, 0, 1, 16, 15, 100, 33], Schedule(NORMED, 8, BLOCK, 6, warps=4, pieces=1, most_slots=4)),
+    (NORMED, [37], Schedule(NORMED, 1, BLOCK, 5, warps=1, most_slots=5)),
+    (BIASED, [37, 3], Schedule(BIASED, 2, BLOCK, 5, warps=1, most_slots=5)),
+    (BIASED, [37], Schedule(BIASED, 1, BLOCK, 7, warps=1, most_slots=5)),
+    (NORMED, [37, 3, 0, 1, 16, 15, 100, 33], Schedule(NORMED, 8, BLOCK, 6, warps=2, most_slots=4)),
 ]
 
 
@@ -100,7 +100,7 @@ def test_the_order_of_threads_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("barrier_wait(&block.full[self.place.slot], self.place.parity, 2);", ";"),
+        ("while (!barrier_passed(&block.full[self.place.slot], self.place.parity)) {}", ";"),
         ("if (complete) return;", "return;"),
     ],
     ids=["weights", "mail"],

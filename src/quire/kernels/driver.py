@@ -14,7 +14,7 @@ import torch
 Argument = ctypes.Structure | ctypes.c_uint64 | ctypes.c_int  # of a kernel
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6  # of CUlaunchAttributeID
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
@@ -102,7 +102,13 @@ class LoadedKernel:
         _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
 
     def launch(
-        self, blocks: int, cluster: int, threads: int, arguments: Sequence[Argument], dependent: bool
+        self,
+        blocks: int,
+        cluster: int,
+        threads: int,
+        arguments: Sequence[Argument],
+        dependent: bool,
+        together: bool = False,
     ) -> None:
         """Launch the kernel on the current stream.
 
@@ -112,8 +118,11 @@ class LoadedKernel:
             threads: of a block.
             arguments: of the kernel, in its order.
             dependent: whether it may start before the previous kernel has ended. It then waits for its results itself.
+            together: whether its blocks wait for each other, so that all must run at once or none.
         """
-        attributes = [_attribute(_CLUSTER_DIMENSION, cluster, 1, 1)]
+        attributes = [_attribute(_CLUSTER_DIMENSION, cluster, 1, 1)] if cluster > 1 or not together else []
+        if together:
+            attributes.append(_attribute(_COOPERATIVE, 1))
         if dependent:
             attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
         config = _LaunchConfig(

@@ -1,81 +1,17 @@
 // Attention of each row's new token over its blocks.
 //
-// A task is a row, a KV head (or some of its query heads), and a split of the row's older tokens. The lanes of a warp
-// form teams that hold one head: DIM / 8 lanes with 8 dimensions each. A team attends to every so-manyth token of the
-// split. Partial results are merged over teams, over warps, and over the blocks of the other splits, each of which
-// merges a share of the dimensions.
+// A task is a row, a KV head (or some of its query heads), and a split of the row's older tokens. Each query is completed
+// by one warp and shared. A warp then attends to eight tokens at a time: the matrix unit multiplies keys with queries as
+// it multiplies tiles of weights with inputs (multiply.h), and each lane adds up some dimensions of the values. Partial
+// results are merged over warps, and over the blocks of the other splits, each of which merges a share of the dimensions.
 
-constexpr int TEAM = DIM / 8;
-constexpr int TEAMS = 32 / TEAM;          // in a warp
-constexpr int AHEAD = 2;                  // tokens of a team that are loaded together
+constexpr int KEY_PIECES = DIM / 32;   // of four lanes with 8 dimensions each
+constexpr int OWN_DIMS = DIM / 32;     // of a value, that a lane holds
+constexpr int AT_ONCE = 8;             // tokens of a warp
+constexpr int STRIDE = WARPS * AT_ONCE;
+constexpr bool LOADS_AHEAD = QUERIES <= 2;  // registers hold two turns' tokens
 constexpr float LOWEST = -1e30f;
-
-struct Head {
-    float x[8];
-};
-
-DEVICE Head unpack(Vec4 v) {
-    return Head{{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y), low_half(v.z), high_half(v.z),
-                 low_half(v.w), high_half(v.w)}};
-}
-
-DEVICE Vec4 packed(const Head& h) {
-    return Vec4{pack_bf16(h.x[0], h.x[1]), pack_bf16(h.x[2], h.x[3]), pack_bf16(h.x[4], h.x[5]),
-                pack_bf16(h.x[6], h.x[7])};
-}
-
-template <class T>
-DEVICE T team_sum(T x) {
-    for (int mask = 1; mask < TEAM; mask *= 2) x += shuffle_xor(x, mask);
-    return x;
-}
-
-// Norm and rotate a head that a team holds, rounding where kernels/rope.py does.
-DEVICE void norm_and_rotate(Head& h, const Vec4& norm, const Vec4& cosines, const Vec4& sines, int member) {
-    if (QK_NORM) {
-        float squares = 0;
-        for (int i = 0; i < 8; i++) squares += h.x[i] * h.x[i];
-        const float scale = inverse_root(team_sum(squares) / DIM + (float)EPS);
-        const Head gain = unpack(norm);
-        for (int i = 0; i < 8; i++) h.x[i] = rounded(h.x[i] * scale * gain.x[i]);
-    }
-    const Head cos = unpack(cosines), sin = unpack(sines);
-    for (int i = 0; i < 8; i++) {
-        const float other = shuffle_xor(h.x[i], TEAM / 2);
-        const float turned = member < TEAM / 2 ? -other : other;
-        h.x[i] = rounded(rounded(h.x[i] * cos.x[i]) + turned * sin.x[i]);
-    }
-}
-
-struct State {  // of an online softmax, in powers of 2
-    float top, total, values[8];
-};
-
-DEVICE void attend_one(State& state, const Head& q, const Head& k, const Head& v, bool valid) {
-    float score = 0;
-    for (int i = 0; i < 8; i++) score += q.x[i] * k.x[i];
-    score = team_sum(score);
-    if (!valid) return;
-    const float top = score > state.top || !(score == score) ? score : state.top;
-    const float old = exp2_fast(state.top - top), now = exp2_fast(score - top);
-    state.top = top;
-    state.total = state.total * old + now;
-    for (int i = 0; i < 8; i++) state.values[i] = state.values[i] * old + now * v.x[i];
-}
-
-DEVICE void merge_teams(State& state) {
-    for (int mask = TEAM; mask < 32; mask *= 2) {
-        const float other = shuffle_xor(state.top, mask), top = other > state.top ? other : state.top;
-        const float scale = exp2_fast(state.top - top);
-        state.top = top;
-        state.total *= scale;
-        state.total += shuffle_xor(state.total, mask);
-        for (int i = 0; i < 8; i++) {
-            state.values[i] *= scale;
-            state.values[i] += shuffle_xor(state.values[i], mask);
-        }
-    }
-}
+static_assert(QUERIES <= 4, "columns of the matrix unit");
 
 struct Task {
     int row, kv_head, first_query, queries, split, group;  // group: of tasks that are merged
@@ -90,67 +26,228 @@ struct Task {
     }
 };
 
-struct Span {  // of the older tokens of a row, which are in the cache
-    int older, begin, end;
+// The older tokens of a row that a task attends to, which are in the cache. Splits that are not `used` have none; the
+// last used one attends to the new token, too.
+struct Span {
+    int older, used, begin, end;
 
     DEVICE Span(const Task& task, const Step& step) {
         older = (int)step.positions[task.row];
-        const int per = ceil_div(older, SPLITS);
+        const int per = at_least(ceil_div(ceil_div(older + 1, SPLITS), AT_ONCE) * AT_ONCE, STRIDE);
+        used = older / per + 1;
         begin = at_most(older, task.split * per), end = at_most(older, task.split * per + per);
     }
 };
 
 // What a lane needs of a task in every layer: looked up once, because each lookup is a trip to the L2 cache.
 struct Context {
-    int older, begin, end;
-    u32 places[AHEAD];  // of the lane's first tokens in the cache, in units of 8 elements
-    Vec4 cosines, sines;
+    Span span;
+    const int* blocks;   // of the row
+    u32 place;           // of the lane's first token in the cache, in units of 8 elements
+    int second;          // block of its token in the next turn
+    u32 cosines[2];      // of the lane's dimensions of a query: two neighbours in either half
+    u32 sines[2];
 
-    DEVICE Context(const Task& task, const Step& step, const Consumer& self) {
-        const Span span(task, step);
-        older = span.older, begin = span.begin, end = span.end;
-        const int member = self.lane % TEAM;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-            places[j] = place(task, step, member, begin + self.warp * TEAMS + self.lane / TEAM + j * WARPS * TEAMS);
-        const u16* angles = step.angles + (i64)older * DIM + member % (TEAM / 2) * 8;
-        cosines = load_once(angles), sines = load_once(angles + DIM / 2);
+    DEVICE Context(const Task& task, const Step& step, const Consumer& self) : span(task, step) {
+        blocks = step.table + step.slots[task.row] * step.table_row;
+        const int token = span.begin + self.warp * AT_ONCE + self.lane / 4;
+        place = place_of(task, step, block_of(token), token);
+        second = block_of(token + STRIDE);
+        const u16* angles = step.angles + (i64)span.older * DIM + self.lane % (DIM / 4) * 2;
+        cosines[0] = load_word32(angles), sines[0] = load_word32(angles + DIM / 2);
     }
 
-    // Return where a lane's part of a token is in the cache; 0 if the token is not in the task.
-    DEVICE u32 place(const Task& task, const Step& step, int member, int token) const {
-        if (token >= end) return 0;
-        const int block = step.table[step.slots[task.row] * step.table_row + token / BLOCK_SIZE];
-        const i64 at = block * step.block_stride + (task.kv_head * BLOCK_SIZE + token % BLOCK_SIZE) * DIM;
-        return (u32)(at / 8) + member;
+    // Beyond the task's tokens, the last of them counts: what is read there is not used, but must be finite.
+    DEVICE int existing(int token) const { return at_least(at_most(token, span.end - 1), 0); }
+
+    DEVICE int block_of(int token) const { return blocks[existing(token) / BLOCK_SIZE]; }
+
+    // Return where a token is in the cache.
+    DEVICE u32 place_of(const Task& task, const Step& step, int block, int token) const {
+        const int within = task.kv_head * BLOCK_SIZE + existing(token) % BLOCK_SIZE;
+        return (u32)((block * step.block_stride + within * DIM) / 8);
     }
 };
 
+// Two neighbouring dimensions in the first half of a head, and their partners in the second half.
+struct Quad {
+    float x[4];
+};
+
+DEVICE Quad unpack(u32 a, u32 b) {
+    return Quad{{low_half(a), high_half(a), low_half(b), high_half(b)}};
+}
+
+DEVICE bool is_finite(float x) { return x - x == 0; }
+
+DEVICE float warp_sum(float x) {
+    for (int mask = 1; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
+    return x;
+}
+
+// Norm and rotate a head that a warp holds, rounding where kernels/rope.py does.
+DEVICE void norm_and_rotate(Quad& h, const Quad& gain, const Context& context) {
+    if (QK_NORM) {
+        float squares = 0;
+        for (int i = 0; i < 4; i++) squares += h.x[i] * h.x[i];
+        const float scale = inverse_root(warp_sum(squares) / DIM + (float)EPS);
+        for (int i = 0; i < 4; i++) h.x[i] = rounded(h.x[i] * scale * gain.x[i]);
+    }
+    const float cos[2] = {low_half(context.cosines[0]), high_half(context.cosines[0])};
+    const float sin[2] = {low_half(context.sines[0]), high_half(context.sines[0])};
+    for (int i = 0; i < 2; i++) {
+        const float a = h.x[i], b = h.x[i + 2];
+        h.x[i] = rounded(rounded(a * cos[i]) - b * sin[i]);
+        h.x[i + 2] = rounded(rounded(b * cos[i]) + a * sin[i]);
+    }
+}
+
+// Receive a query, complete and share it; or the new key and value, which go into the cache as well: a key that is not
+// finite as NaN, its value with zeros (kernels/attention/kv_write.py says why).
+DEVICE void share_head(
+    const Step& step, const Block& block, const Consumer& self, const Layer& layer, const Task& task,
+    const Context& context, int item) {
+    const bool is_query = item < QUERIES, holds = self.lane < DIM / 4;
+    const int at = self.lane * 2, head = is_query ? task.first_query + item : HEADS + task.kv_head;
+    const u64* mail = step.mail + QKV_BOX + ((i64)task.row * QKV_ROWS + head * DIM) / 2 + self.lane;
+    const u64* value_mail = mail + KV_HEADS * DIM / 2;
+    u32 words[4] = {}, gains[2] = {};  // of the head, of the new value
+    if (QK_NORM && holds) {
+        const u16* gain = layer.head_norms + head * DIM + at;
+        gains[0] = load_word32(gain), gains[1] = load_word32(gain + DIM / 2);
+    }
+    if (holds) {
+        const u64* second = is_query ? mail : value_mail;
+        receive_words<4>(words, [&](int i) { return (i < 2 ? mail : second) + i % 2 * (DIM / 4); }, self.tag, 16);
+    }
+    sync_warp();
+    Quad x = unpack(words[0], words[1]);
+    norm_and_rotate(x, unpack(gains[0], gains[1]), context);
+    if (!is_query) {
+        Quad value = unpack(words[2], words[3]);
+        float sick = 0;
+        for (int i = 0; i < 4; i++) {
+            if (!is_finite(x.x[i]) || !is_finite(value.x[i])) sick = 1;
+            if (!is_finite(value.x[i])) value.x[i] = 0;
+        }
+        if (any_lane(sick > 0))
+            for (int i = 0; i < 4; i++) x.x[i] = as_float(0x7fc00000u);
+        for (int i = 0; i < 2; i++) words[2 + i] = pack_bf16(value.x[2 * i], value.x[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) words[i] = pack_bf16(x.x[2 * i], x.x[2 * i + 1]);
+    if (!holds) return;
+    for (int i = 0; i < 2; i++) {
+        *(u32*)(block.heads + item * DIM + i * (DIM / 2) + at) = words[i];
+        if (!is_query) *(u32*)(block.heads + (QUERIES + 1) * DIM + i * (DIM / 2) + at) = words[2 + i];
+    }
+    const i64 slot = step.kv_slots[task.row];
+    if (is_query || slot < 0 || task.first_query != task.kv_head * (HEADS / KV_HEADS)) return;
+    const i64 to = slot / BLOCK_SIZE * step.block_stride + (task.kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + at;
+    for (int i = 0; i < 2; i++) {
+        *(u32*)(layer.keys + to + i * (DIM / 2)) = words[i];
+        *(u32*)(layer.values + to + i * (DIM / 2)) = words[2 + i];
+    }
+}
+
+// Of an online softmax, in powers of 2. Sums of exponentials belong to the query that is the lane's number modulo 4.
+struct State {
+    float top = LOWEST, total = 0, values[QUERIES][OWN_DIMS] = {};
+};
+
+struct Tokens {  // eight: keys as the matrix unit takes them, some dimensions of each value
+    Vec4 keys[KEY_PIECES];
+    u32 values[AT_ONCE][OWN_DIMS / 2];
+
+    DEVICE void load(const Layer& layer, u32 place, const Consumer& self) {
+        const u16* key = layer.keys + (u64)place * 8 + self.quarter * 8;
+#pragma unroll
+        for (int p = 0; p < KEY_PIECES; p++) keys[p] = load_once(key + p * 32);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const u16* value = layer.values + (u64)shuffle_word(place, j * 4) * 8 + self.lane * OWN_DIMS;
+            if constexpr (OWN_DIMS == 4) {
+                const Pair pair = load_pair(value);
+                values[j][0] = pair.x, values[j][1] = pair.y;
+            } else {
+                values[j][0] = load_word32(value);
+            }
+        }
+    }
+};
+
+DEVICE float larger(float a, float b) { return a > b || !(a == a) ? a : b; }  // NaN if one is
+
+DEVICE void attend_tokens(State& state, const Tokens& tokens, const u32 (&queries)[KEY_PIECES][2], bool valid) {
+    float products[2][4] = {};
+#pragma unroll
+    for (int p = 0; p < KEY_PIECES; p++) multiply_add(products[p % 2], tokens.keys[p], queries[p][0], queries[p][1]);
+    float score = (products[0][0] + products[1][0]) + (products[0][3] + products[1][3]);
+    score = valid ? score * ((float)SCALE * 1.4426950408889634f) : LOWEST;
+    float top = score;
+    for (int mask = 4; mask < 32; mask *= 2) top = larger(shuffle_xor(top, mask), top);
+    top = larger(top, state.top);
+    const float old = exp2_fast(state.top - top), now = valid ? exp2_fast(score - top) : 0;
+    state.top = top;
+    state.total = state.total * old + now;  // of this lane's tokens
+#pragma unroll
+    for (int q = 0; q < QUERIES; q++) {
+        const float factor = shuffle_from(old, q);
+        for (int i = 0; i < OWN_DIMS; i++) state.values[q][i] *= factor;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int q = 0; q < QUERIES; q++) {
+            const float weight = shuffle_from(now, j * 4 + q);
+#pragma unroll
+            for (int i = 0; i < OWN_DIMS / 2; i++) {
+                state.values[q][2 * i] += weight * low_half(tokens.values[j][i]);
+                state.values[q][2 * i + 1] += weight * high_half(tokens.values[j][i]);
+            }
+        }
+}
+
+// Begin with the new token, whose key and value have been shared.
+DEVICE void attend_new(State& state, const Block& block, const Consumer& self) {
+    const int at = self.lane * OWN_DIMS;
+    const u16 *key = block.heads + QUERIES * DIM + at, *value = key + DIM;
+#pragma unroll
+    for (int q = 0; q < QUERIES; q++) {
+        float score = 0;
+        for (int i = 0; i < OWN_DIMS; i++) score += from_bf16(block.heads[q * DIM + at + i]) * from_bf16(key[i]);
+        score = warp_sum(score) * ((float)SCALE * 1.4426950408889634f);
+        if (self.quarter == q) state.top = score, state.total = self.lane < 4;
+        for (int i = 0; i < OWN_DIMS; i++) state.values[q][i] = from_bf16(value[i]);
+    }
+}
+
 DEVICE void send_attended(const Step& step, const Consumer& self, const Task& task, int output, u32 pair) {
     const int column = task.first_query * DIM + output;
-    store_word(step.mail + ATTENDED_BOX + (task.row * ATTENDED + column) / 2, tagged(pair, self.tag));
+    send(step, ATTENDED_BOX + (task.row * ATTENDED + column) / 2, tagged(pair, self.tag), true);
 }
 
 // Merge the states of the warps; send the result, or the words that the blocks of the other splits wait for.
 DEVICE void merge_warps(
-    const Step& step, const Block& block, const Consumer& self, const Task& task, int number, int i) {
+    const Step& step, const Block& block, const Consumer& self, const Task& task, int number, int i, bool alone) {
     const int query = i / DIM;
     const bool valid = i < task.queries * DIM;
     float top = LOWEST, total = 0, value = 0;
     if (valid) {
+        Pair stats[WARPS];
+#pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float other = block.stats[(w * QUERIES + query) * 2];
-            top = other > top || !(other == other) ? other : top;
+            stats[w] = *(const Pair*)(block.stats + (w * QUERIES + query) * 2);
+            top = larger(as_float(stats[w].x), top);
         }
+#pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float* stats = block.stats + (w * QUERIES + query) * 2;
-            const float scale = exp2_fast(stats[0] - top);
-            total += stats[1] * scale;
+            const float scale = exp2_fast(as_float(stats[w].x) - top);
+            total += as_float(stats[w].y) * scale;
             value += block.attended[w * QUERIES * DIM + i] * scale;
         }
     }
-    if (SPLITS == 1) {
-        value /= total;
+    if (alone) {
+        value = divide(value, total);
         const float next = shuffle_down(value, 1);
         if (valid && i % 2 == 0) send_attended(step, self, task, i, pack_bf16(value, next));
         return;
@@ -164,14 +261,14 @@ DEVICE void merge_warps(
     }
 }
 
-// Merge this split's share of the outputs over all splits: one thread for each output and split.
-DEVICE void merge_splits(const Step& step, const Consumer& self, const Task& task, int item) {
+// Merge this split's share of the outputs over the used splits: one thread for each output and split.
+DEVICE void merge_splits(const Step& step, const Consumer& self, const Task& task, int used, int item) {
     const int other = item % SPLITS, i = task.split * (QUERIES * DIM / SPLITS) + item / SPLITS;
     const bool valid = i < task.queries * DIM;
     if (!any_lane(valid)) return;
     const u64* words = step.mail + PARTIAL_BOX + (i64)(task.group * SPLITS + other) * PARTIAL;
     float top = LOWEST, total = 0, value = 0;
-    if (valid) {
+    if (valid && other < used) {
         u64 a, b, c;
         Spin spin;
         while (true) {
@@ -184,136 +281,92 @@ DEVICE void merge_splits(const Step& step, const Consumer& self, const Task& tas
     }
     sync_warp();
     float most = top;
-    for (int mask = 1; mask < SPLITS; mask *= 2) {
-        const float next = shuffle_xor(most, mask);
-        most = next > most || !(next == next) ? next : most;
-    }
+    for (int mask = 1; mask < SPLITS; mask *= 2) most = larger(shuffle_xor(most, mask), most);
     const float scale = exp2_fast(top - most);
     total *= scale, value *= scale;
     for (int mask = 1; mask < SPLITS; mask *= 2) {
         total += shuffle_xor(total, mask);
         value += shuffle_xor(value, mask);
     }
-    value /= total;
+    value = divide(value, total);
     const float next = shuffle_xor(value, SPLITS);
     if (valid && other == 0 && i % 2 == 0) send_attended(step, self, task, i, pack_bf16(value, next));
 }
 
-DEVICE bool is_finite(float x) { return x - x == 0; }
-
-// Complete the new key and value, which start in the mailbox, and store them in the cache: a key that is not finite as
-// NaN, its value with zeros (kernels/attention/kv_write.py says why).
-DEVICE void take_new(
-    Head& key, Head& value, const Step& step, const Layer& layer, const Task& task, bool stores, int member) {
-    float sick = 0;
-    for (int i = 0; i < 8; i++) {
-        if (!is_finite(key.x[i]) || !is_finite(value.x[i])) sick = 1;
-        if (!is_finite(value.x[i])) value.x[i] = 0;
-    }
-    if (team_sum(sick) > 0)
-        for (int i = 0; i < 8; i++) key.x[i] = as_float(0x7fc00000u);
-    const i64 slot = step.kv_slots[task.row];
-    if (!stores || slot < 0) return;
-    const i64 at =
-        slot / BLOCK_SIZE * step.block_stride + (task.kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + member * 8;
-    *(Vec4*)(layer.keys + at) = packed(key);
-    *(Vec4*)(layer.values + at) = packed(value);
-}
-
 DEVICE void attend_task(
     const Step& step, const Block& block, const Consumer& self, int layer, const Context& context, int number) {
+    TRACE_AT(0);
     const Layer& weights = block.layers[layer];
     const Task task(number);
-    const int member = self.lane % TEAM, team = self.warp * TEAMS + self.lane / TEAM;
-    constexpr int STRIDE = WARPS * TEAMS;
-    // Older tokens do not depend on this layer, so they arrive while the queries are computed.
-    Vec4 keys[AHEAD], values[AHEAD];
-    const auto load = [&](int j, u32 place) {
-        keys[j] = load_once(weights.keys + (u64)place * 8);
-        values[j] = load_once(weights.values + (u64)place * 8);
-    };
+    const Span& span = context.span;
+    const bool is_last = task.split == span.used - 1;
+    if (task.split < span.used) {
+        // Older tokens do not depend on this layer, so they arrive while the queries are completed.
+        Tokens tokens = {};
+        if (span.begin < span.end) tokens.load(weights, context.place, self);
+        TRACE_AT(1);
+#pragma unroll 1
+        for (int item = self.warp; item < QUERIES + is_last; item += WARPS)
+            if (item == QUERIES || item < task.queries) share_head(step, block, self, weights, task, context, item);
+        TRACE_AT(2);
+        sync_consumers();
+        TRACE_AT(3);
+        u32 queries[KEY_PIECES][2];
+        const int query = at_most(self.lane / 8, task.queries - 1);
 #pragma unroll
-    for (int j = 0; j < AHEAD; j++) load(j, context.places[j]);
-    const Vec4 gain = QK_NORM ? load_once(weights.head_norms + task.first_query * DIM + member * 8) : Vec4{0, 0, 0, 0};
-
-    const u64* mail = step.mail + QKV_BOX + (i64)task.row * QKV_ROWS / 2 + member * 4;
-    Head queries[QUERIES];
-    State states[QUERIES];
-    Vec4 arrived[QUERIES];
-    const auto head_of = [&](int q) { return task.first_query + (q < task.queries ? q : 0); };
-    receive_all<QUERIES>(arrived, [&](int q) { return mail + head_of(q) * DIM / 2; }, self.tag, 16);
-    sync_warp();
-    TRACE_AT(11);
-#pragma unroll
-    for (int q = 0; q < QUERIES; q++) {
-        queries[q] = unpack(arrived[q]);
-        norm_and_rotate(queries[q], gain, context.cosines, context.sines, member);
-        for (int i = 0; i < 8; i++) queries[q].x[i] *= (float)SCALE * 1.4426950408889634f;
-        states[q] = State{LOWEST, 0, {0, 0, 0, 0, 0, 0, 0, 0}};
-    }
-    if (task.split == SPLITS - 1 && self.warp == 0) {
-        const int head = HEADS + task.kv_head;
-        const Vec4 key_gain = QK_NORM ? load_once(weights.head_norms + head * DIM + member * 8) : gain;
-        Vec4 both[2];
-        receive_all<2>(both, [&](int i) { return mail + (head + i * KV_HEADS) * DIM / 2; }, self.tag, 17);
-        Head key = unpack(both[0]), value = unpack(both[1]);
-        sync_warp();
-        norm_and_rotate(key, key_gain, context.cosines, context.sines, member);
-        const bool is_first = team == 0;
-        const bool stores = is_first && task.first_query == task.kv_head * (HEADS / KV_HEADS);
-        take_new(key, value, step, weights, task, stores, member);
-#pragma unroll
-        for (int q = 0; q < QUERIES; q++) attend_one(states[q], queries[q], key, value, is_first);
-    }
-    // All teams of a warp take the same number of turns, because they sum scores together.
-    int token = context.begin + team;
-    for (int first = context.begin + self.warp * TEAMS; first < context.end; first += AHEAD * STRIDE) {
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            const Head key = unpack(keys[j]), value = unpack(values[j]);
-            const bool valid = token + j * STRIDE < context.end;
-#pragma unroll
-            for (int q = 0; q < QUERIES; q++) attend_one(states[q], queries[q], key, value, valid);
+        for (int p = 0; p < KEY_PIECES; p++) {
+            const u16* from = block.heads + query * DIM + p * 32 + self.quarter * 8 + self.half * 2;
+            queries[p][0] = *(const u32*)from, queries[p][1] = *(const u32*)(from + 4);
         }
-        token += AHEAD * STRIDE;
-        if (first + AHEAD * STRIDE >= context.end) break;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) load(j, context.place(task, step, member, token + j * STRIDE));
-    }
-#pragma unroll
-    for (int q = 0; q < QUERIES; q++) {
-        merge_teams(states[q]);
-        if (self.lane < TEAM) {
-            float* to = block.attended + (self.warp * QUERIES + q) * DIM + member * 8;
-            for (int i = 0; i < 8; i++) to[i] = states[q].values[i];
-            if (member == 0) {
-                block.stats[(self.warp * QUERIES + q) * 2] = states[q].top;
-                block.stats[(self.warp * QUERIES + q) * 2 + 1] = states[q].total;
+        State state;
+        if (is_last && self.warp == WARPS - 1) attend_new(state, block, self);
+        int token = span.begin + self.warp * AT_ONCE + self.lane / 4;
+        int block_ahead = context.second;
+        for (int first = span.begin + self.warp * AT_ONCE; first < span.end; first += STRIDE) {
+            const bool more = first + STRIDE < span.end;
+            const u32 place = context.place_of(task, step, block_ahead, token + STRIDE);
+            block_ahead = more ? context.block_of(token + 2 * STRIDE) : 0;
+            Tokens next;
+            if (LOADS_AHEAD && more) next.load(weights, place, self);
+            attend_tokens(state, tokens, queries, token < span.end);
+            if (more) {
+                if (LOADS_AHEAD)
+                    tokens = next;
+                else
+                    tokens.load(weights, place, self);
             }
+            token += STRIDE;
         }
+        for (int mask = 4; mask < 32; mask *= 2) state.total += shuffle_xor(state.total, mask);
+#pragma unroll
+        for (int q = 0; q < QUERIES; q++) {
+            float* to = block.attended + (self.warp * QUERIES + q) * DIM + self.lane * OWN_DIMS;
+            for (int i = 0; i < OWN_DIMS; i++) to[i] = state.values[q][i];
+        }
+        if (self.lane < QUERIES) {
+            block.stats[(self.warp * QUERIES + self.lane) * 2] = state.top;
+            block.stats[(self.warp * QUERIES + self.lane) * 2 + 1] = state.total;
+        }
+        TRACE_AT(4);
+        sync_consumers();
+        TRACE_AT(5);
     }
-    TRACE_AT(12);
-    sync_consumers();
     constexpr int ITEMS = QUERIES * DIM;
-    for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_warps(step, block, self, task, number, i);
-    TRACE_AT(13);
-    if (SPLITS > 1)
-        for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_splits(step, self, task, i);
+    const bool alone = SPLITS == 1 || span.used == 1;
+    if (task.split < span.used)
+        for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_warps(step, block, self, task, number, i, alone);
+    TRACE_AT(6);
+    if (!alone)
+        for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_splits(step, self, task, span.used, i);
+    TRACE_AT(7);
 }
 
-STAGE void attend(const Consumer& caller, int layer, const Context& given) {
-    const Block block = shared_parts();
-    const Step& step = *block.step;
-    const Consumer self = caller;
-    const Context first = given;
+DEVICE void attend(const Step& step, const Block& block, const Consumer& self, int layer, const Context& first) {
     if constexpr (TASKS <= BLOCKS) {
         if (self.block < TASKS) attend_task(step, block, self, layer, first, self.block);
     } else {
 #pragma unroll 1
-        for (int number = self.block; number < TASKS; number += BLOCKS) {
+        for (int number = self.block; number < TASKS; number += BLOCKS)
             attend_task(step, block, self, layer, Context(Task(number), step, self), number);
-            sync_consumers();  // the task's states have been read
-        }
     }
-    TRACE_AT(10);
 }

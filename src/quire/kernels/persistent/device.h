@@ -7,8 +7,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
-// A stage is a call, so that the compiler does not keep the addresses of all stages in registers.
-#define STAGE __device__ __noinline__
+#define CONSTANT __constant__ const
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // A thread that waits longer than this ends the kernel with an error. A step takes milliseconds.
@@ -43,6 +42,10 @@ struct alignas(16) Vec4 {
     u32 x, y, z, w;
 };
 
+struct alignas(8) Pair {
+    u32 x, y;
+};
+
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
@@ -59,9 +62,17 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-DEVICE float inverse_root(float x) { return rsqrtf(x); }
+DEVICE float divide(float x, float y) { return __fdividef(x, y); }  // within two units of the last place
+DEVICE float inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE float shuffle_from(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE u32 shuffle_word(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE u32 exchange_word(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE float shuffle_down(float x, int by) { return __shfl_down_sync(0xffffffffu, x, by); }
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE void sync_warp() { __syncwarp(); }
@@ -74,6 +85,18 @@ DEVICE Vec4 load_once(const void* at) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
+    return v;
+}
+
+DEVICE Pair load_pair(const void* at) {
+    Pair v;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+
+DEVICE u32 load_word32(const void* at) {
+    u32 v;
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at));
     return v;
 }
 
@@ -155,11 +178,12 @@ DEVICE void prefetch(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], with rows 8 to 15 of a zero.
-DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+// c[16 x 8] += a[16 x 16] b[16 x 8]. Of 8 columns of a row, lane i holds columns 0, 1, 4, 5 as row i / 4 of `a`, and
+// columns 2, 3, 6, 7 as row i / 4 + 8; and those of one of both as column i / 4 of `b`.
+DEVICE void multiply_add(float (&c)[4], const Vec4& a, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

@@ -67,7 +67,10 @@ class DecodeStep:
         values = [
             _argument(value) for value in (*before, self._mailbox.words, self._mailbox.counters, *after)
         ]
-        self._kernel.launch(self.schedule.blocks, 1, self.schedule.threads, values, dependent=False)
+        # Blocks poll what others send. Without `together`, two such kernels could each hold a part of the device.
+        self._kernel.launch(
+            self.schedule.blocks, 1, self.schedule.threads, values, dependent=False, together=True
+        )
 
 
 def _argument(value: torch.Tensor | int) -> ctypes.c_uint64 | ctypes.c_int:

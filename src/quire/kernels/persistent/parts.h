@@ -1,40 +1,26 @@
 // Sizes, mailboxes, the ring of weight tiles.
 //
 // Set by the host (schedule.py): HIDDEN, HEADS, KV_HEADS, DIM, INTER, LAYERS, VOCAB (0: no head), ROWS, BLOCK_SIZE,
-// QK_NORM, QKV_BIAS, EPS, SCALE, BLOCKS, WARPS, PIECES, SLOTS, GROUP_ROWS, CHUNKS_HELD, TOGETHER,
+// QK_NORM, QKV_BIAS, EPS, SCALE, BLOCKS, WARPS, PIECES, SLOTS, GROUP_ROWS, COPIES,
 // SPLITS, SHARED.
 
 enum Kind { QKV, OUT, GATE_UP, DOWN, HEAD };
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
+constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
 constexpr int QKV_ROWS = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int ATTENDED = HEADS * DIM;
 constexpr int TILE = 8;                     // rows of a weight that are multiplied together
 constexpr int CHUNK = WARPS * PIECES * 32;  // columns of a tile in one slot of the ring
-constexpr int ROW_BYTES = CHUNK * 2 + 64;  // 64 bytes apart, neighbouring rows use different banks
+constexpr int ROW_BYTES = CHUNK * 2 + 64;   // 64 bytes apart, neighbouring rows use different banks
 constexpr int SLOT_BYTES = TILE * ROW_BYTES;
-constexpr int SETS = ceil_div(CHUNKS_HELD * PIECES * ROWS, 8);  // of four registers, for the input that a warp holds
 constexpr int GROUP = GROUP_ROWS / ROWS > 1 ? GROUP_ROWS / ROWS : 1;  // tiles that are summed over warps together
-constexpr int SUMS = GROUP * ROWS * TILE;   // results of such a group
-
-constexpr int columns(Kind kind) { return kind == OUT ? ATTENDED : kind == DOWN ? INTER : HIDDEN; }
-constexpr int tiles(Kind kind) {
-    return kind == QKV       ? QKV_ROWS / TILE
-           : kind == GATE_UP ? 2 * INTER / TILE
-           : kind == HEAD    ? VOCAB / TILE
-                             : HIDDEN / TILE;
-}
-
-// Tiles that a warp multiplies at once, so that their steps overlap.
-constexpr int together(Kind kind) {
-    const int own = ceil_div(tiles(kind), BLOCKS), most = at_most(TOGETHER, GROUP);
-    return own ? ceil_div(own, ceil_div(own, most)) : 1;
-}
+constexpr int SUMS = GROUP * at_least(ROWS, 4) * TILE;  // sums of a warp in such a group
 
 struct Layer {
-    const u16 *qkv, *out, *gate_up, *down;  // weights [rows, columns]
+    const u16* weights[4];                  // by `Kind`, [rows, columns]
     const u16 *input_norm, *mlp_norm;       // [HIDDEN]
     const u16* head_norms;                  // [HEADS + KV_HEADS, DIM]
     const u16* bias;                        // [QKV_ROWS]
@@ -55,7 +41,7 @@ struct Step {
     u16* logits;            // [ROWS, VOCAB], written
     i64 table_row, block_stride;
 #if TRACE
-    u64* trace;  // [BLOCKS, LAYERS + 1, 16]: times of events
+    u64* trace;  // [BLOCKS, LAYERS + 1, WARPS, 64]: times of events in nanoseconds
 #endif
 };
 
@@ -77,6 +63,30 @@ constexpr int GATED_BOX = MIDDLE_BOX + ROWS * HIDDEN / 2;
 constexpr int PARTIAL_BOX = GATED_BOX + ROWS * INTER / 2;
 constexpr int MAIL_WORDS = PARTIAL_BOX + TASKS * PARTIAL;
 
+// Every block reads the whole input of a product. The lines of a mailbox are in few slices of the L2 cache, which would
+// answer all blocks one after the other: blocks share the work of reading COPIES of them.
+DEVICE int own_copy(int block) { return block % COPIES * MAIL_WORDS; }
+
+struct Product {
+    int columns, chunks, tiles;
+    int apart, step;           // tiles between the first ones of two blocks, and between two of a block
+    int input, output, width;  // mailboxes, columns of the results
+    bool normed;               // whether the input passes an RMS norm
+    float part;                // of a column in the mean of a row
+};
+
+constexpr int chunks(int columns) { return ceil_div(columns, CHUNK); }
+constexpr int share(int tiles) { return ceil_div(tiles, BLOCKS); }
+
+CONSTANT Product PRODUCTS[5] = {
+    {HIDDEN, chunks(HIDDEN), QKV_ROWS / TILE, share(QKV_ROWS / TILE), 1, STREAM_BOX, QKV_BOX, QKV_ROWS, true, 1.0f / HIDDEN},
+    {ATTENDED, chunks(ATTENDED), HIDDEN / TILE, share(HIDDEN / TILE), 1, ATTENDED_BOX, MIDDLE_BOX, HIDDEN, false, 1.0f / ATTENDED},
+    {HIDDEN, chunks(HIDDEN), 2 * INTER / TILE, share(2 * INTER / TILE), 1, MIDDLE_BOX, GATED_BOX, INTER, true, 1.0f / HIDDEN},
+    {INTER, chunks(INTER), HIDDEN / TILE, share(HIDDEN / TILE), 1, GATED_BOX, STREAM_BOX, HIDDEN, false, 1.0f / INTER},
+    {HIDDEN, chunks(HIDDEN), VOCAB / TILE, 1, BLOCKS, STREAM_BOX, 0, VOCAB, true, 1.0f / HIDDEN},
+};
+constexpr int MOST_CHUNKS = at_least(chunks(HIDDEN), at_least(chunks(ATTENDED), chunks(INTER)));
+
 DEVICE float low_half(u32 word) { return as_float(word << 16); }
 DEVICE float high_half(u32 word) { return as_float(word & 0xffff0000u); }
 DEVICE float from_bf16(u16 x) { return as_float((u32)x << 16); }
@@ -84,34 +94,48 @@ DEVICE float rounded(float x) { return low_half(pack_bf16(x, x)); }
 DEVICE u64 tagged(u32 content, u32 tag) { return (u64)tag << 32 | content; }
 DEVICE bool has_tag(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
-// Wait for N times four words, each of eight bf16. `at` gives their places, or a null pointer for none.
+// Send a word to the readers of one mailbox, or of all its copies.
+DEVICE void send(const Step& step, i64 at, u64 word, bool to_all) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+        if (i == 0 || to_all) store_word(step.mail + i * MAIL_WORDS + at, word);
+}
+
+// Wait for N times two words, each of two bf16. `at` gives their places, or a null pointer for none.
 template <int N, class At>
-DEVICE void receive_all(Vec4 (&parts)[N], At at, u32 tag, int place) {
+DEVICE void receive(u32 (&parts)[N][2], At at, u32 tag, int place) {
     Spin spin;
     while (true) {
-        u64 words[N][4];
+        u64 words[N][2];
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (const u64* from = at(i)) {
-                load_words(from, words[i][0], words[i][1]);
-                load_words(from + 2, words[i][2], words[i][3]);
-            }
+            if (const u64* from = at(i)) load_words(from, words[i][0], words[i][1]);
         bool complete = true;
 #pragma unroll
         for (int i = 0; i < N; i++)
             if (at(i)) {
-                for (int j = 0; j < 4; j++) complete &= has_tag(words[i][j], tag);
-                parts[i] = Vec4{(u32)words[i][0], (u32)words[i][1], (u32)words[i][2], (u32)words[i][3]};
+                complete &= has_tag(words[i][0], tag) & has_tag(words[i][1], tag);
+                parts[i][0] = (u32)words[i][0], parts[i][1] = (u32)words[i][1];
             }
         if (complete) return;
         spin.wait(place);
     }
 }
 
-DEVICE Vec4 receive(const u64* at, u32 tag, int place) {
-    Vec4 parts[1];
-    receive_all<1>(parts, [&](int) { return at; }, tag, place);
-    return parts[0];
+// Wait for N single words.
+template <int N, class At>
+DEVICE void receive_words(u32 (&parts)[N], At at, u32 tag, int place) {
+    Spin spin;
+    while (true) {
+        u64 words[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) words[i] = load_word(at(i));
+        bool complete = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) complete &= has_tag(words[i], tag), parts[i] = (u32)words[i];
+        if (complete) return;
+        spin.wait(place);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -119,6 +143,8 @@ DEVICE Vec4 receive(const u64* at, u32 tag, int place) {
 struct Block {
     char* ring;        // SLOTS slots of weight tiles
     u64 *full, *empty; // [SLOTS]
+    Pair* inputs;      // [WARPS, fragments, 32]: of products
+    u16* heads;        // [QUERIES + 2, DIM]: queries, new key, new value of an attention task
     float* attended;   // [WARPS, QUERIES, DIM]: of the warps of an attention task
     float* stats;      // [WARPS, QUERIES, 2]: top score, sum of exponentials
     float* sums;       // [2, WARPS, SUMS]: of the warps of a product
@@ -130,7 +156,10 @@ struct Block {
 
 constexpr int OWN_TILES = ceil_div(HIDDEN / TILE, BLOCKS);
 constexpr int FULL_AT = SLOTS * SLOT_BYTES;
-constexpr int ATTENDED_AT = FULL_AT + ceil_div(2 * SLOTS * 8, 128) * 128;
+constexpr int INPUTS_AT = FULL_AT + ceil_div(2 * SLOTS * 8, 128) * 128;
+constexpr int INPUT_BYTES = MOST_CHUNKS * CHUNK * ROWS * 2;
+constexpr int HEADS_AT = INPUTS_AT + INPUT_BYTES;
+constexpr int ATTENDED_AT = HEADS_AT + (QUERIES + 2) * DIM * 2;
 constexpr int STATS_AT = ATTENDED_AT + WARPS * QUERIES * DIM * 4;
 constexpr int SUMS_AT = STATS_AT + WARPS * QUERIES * 2 * 4;
 constexpr int SQUARES_AT = SUMS_AT + 2 * WARPS * SUMS * 4;
@@ -139,7 +168,6 @@ constexpr int LAYERS_AT = STREAM_AT + OWN_TILES * ROWS * TILE * 4;
 constexpr int STEP_AT = LAYERS_AT + LAYERS * 80;
 constexpr int SHARED_BYTES = STEP_AT + 160;
 static_assert(sizeof(Layer) == 80 && sizeof(Step) <= 160, "as schedule.py counts");
-static_assert(SLOTS >= TOGETHER, "a warp waits for as many slots at once");
 static_assert(SHARED_BYTES <= SHARED, "schedule.py counts shared memory differently");
 
 DEVICE Block shared_parts() {
@@ -148,6 +176,8 @@ DEVICE Block shared_parts() {
     block.ring = base;
     block.full = (u64*)(base + FULL_AT);
     block.empty = block.full + SLOTS;
+    block.inputs = (Pair*)(base + INPUTS_AT);
+    block.heads = (u16*)(base + HEADS_AT);
     block.attended = (float*)(base + ATTENDED_AT);
     block.stats = (float*)(base + STATS_AT);
     block.sums = (float*)(base + SUMS_AT);
@@ -168,39 +198,40 @@ struct Place {  // of a producer or consumer in the ring
     }
 };
 
-// Tiles are dealt to blocks in turn; all products with HIDDEN rows give a block the same rows.
-DEVICE int own_tiles(Kind kind, int block) { return ceil_div(tiles(kind) - block, BLOCKS); }
+// A block has neighbouring tiles, because blocks that write to the same lines of a mailbox delay its readers. Logits go
+// to no mailbox, and blocks read what lies together. All products with HIDDEN rows give a block the same rows.
+DEVICE int own_tiles(const Product& product, int block) {
+    const int left = product.tiles - block * product.apart;
+    return product.step == 1 ? at_least(at_most(left, product.apart), 0) : ceil_div(left, BLOCKS);
+}
+
+DEVICE int tile_of(const Product& product, int block, int own) { return block * product.apart + own * product.step; }
 
 // Row `lane` of a tile. Of gate and up, a tile has the same four rows.
-DEVICE i64 tile_row(Kind kind, int tile, int lane) {
-    if (kind != GATE_UP) return (i64)tile * TILE + lane;
-    return (i64)tile * 4 + (lane < 4 ? lane : INTER + lane - 4);
+DEVICE int tile_row(Kind kind, int tile, int lane) {
+    if (kind != GATE_UP) return tile * TILE + lane;
+    return tile * (TILE / 2) + (lane < TILE / 2 ? lane : INTER + lane - TILE / 2);
 }
 
 // Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them.
-template <Kind KIND>
-DEVICE void produce(const u16* weight, const Block& block, Place& place, int number, int lane, u64 policy) {
-    constexpr int K = columns(KIND), CHUNKS = ceil_div(K, CHUNK);
-    const int count = own_tiles(KIND, number);
+DEVICE void produce(
+    Kind kind, const u16* weight, const Block& block, Place& place, int number, int lane, u64 policy) {
+    const Product product = PRODUCTS[kind];
 #pragma unroll 1
-    for (int group = 0; group < count; group += GROUP)
+    for (int own = 0; own < own_tiles(product, number); own++) {
+        const int tile = tile_of(product, number, own);
+        const u16* row = weight + (i64)tile_row(kind, tile, lane % TILE) * product.columns;
 #pragma unroll 1
-        for (int held = 0; held < CHUNKS; held += CHUNKS_HELD)
-#pragma unroll 1
-            for (int first = group; first < at_most(group + GROUP, count); first += together(KIND))
-#pragma unroll 1
-                for (int chunk = held; chunk < at_most(held + CHUNKS_HELD, CHUNKS); chunk++)
-#pragma unroll 1
-                    for (int i = first; i < at_most(first + together(KIND), at_most(group + GROUP, count)); i++) {
-                        const u32 bytes = at_most(CHUNK, K - chunk * CHUNK) * 2;
-                        barrier_wait(&block.empty[place.slot], place.parity ^ 1, 1);
-                        if (lane == 0) barrier_expect(&block.full[place.slot], TILE * bytes);
-                        sync_warp();
-                        if (lane < TILE)
-                            copy_in_background(
-                                block.ring + place.slot * SLOT_BYTES + lane * ROW_BYTES,
-                                weight + tile_row(KIND, number + i * BLOCKS, lane) * K + chunk * CHUNK, bytes,
-                                &block.full[place.slot], policy);
-                        place.advance();
-                    }
+        for (int column = 0; column < product.columns; column += CHUNK) {
+            const u32 bytes = at_most(CHUNK, product.columns - column) * 2;
+            barrier_wait(&block.empty[place.slot], place.parity ^ 1, 1);
+            if (lane == 0) barrier_expect(&block.full[place.slot], TILE * bytes);
+            sync_warp();
+            if (lane < TILE)
+                copy_in_background(
+                    block.ring + place.slot * SLOT_BYTES + lane * ROW_BYTES, row + column, bytes,
+                    &block.full[place.slot], policy);
+            place.advance();
+        }
+    }
 }

@@ -11,6 +11,8 @@ from functools import cached_property
 
 _TILE = 8  # rows of a weight that are multiplied together
 _LARGEST_SPLIT = 16
+_MOST_SLOTS, _LEAST_SLOTS = 64, 4
+_SMALL_INPUT = 8192  # columns times rows: measured on an H200
 _SHARED_BYTES = 232_448 - 1024  # of a block on Hopper, without what the driver takes
 MOST_ROWS = 8  # rows of a matrix unit's fragment
 
@@ -53,11 +55,9 @@ class Schedule:
     blocks: int
     warps: int = 8
     pieces: int = 4  # of 32 columns for each warp, in a slot of the ring
-    group_rows: int = 16  # tiles times rows that are summed over warps together
-    together: int = 4  # tiles that a warp multiplies at once
-    sets_held: int = 4  # of four registers, for inputs
+    group_rows: int = 8  # tiles times rows that are summed over warps together
     trace: bool = False
-    most_slots: int = 64
+    most_slots: int = _MOST_SLOTS
 
     @property
     def chunk(self) -> int:
@@ -85,11 +85,14 @@ class Schedule:
         return self.rows * self.sizes.kv_heads * self.share * self.splits
 
     @property
-    def chunks_held(self) -> int:
-        """Return the chunks of the input that a warp keeps in registers."""
-        widest = max(self.sizes.hidden, self.sizes.heads * self.sizes.head_dim, self.sizes.intermediate)
-        most = max(self.sets_held * 8 // self.rows // self.pieces, 1)
-        return min(-(-widest // self.chunk), most)
+    def widest(self) -> int:
+        """Return the columns of the widest input of a product."""
+        return max(self.sizes.hidden, self.sizes.heads * self.sizes.head_dim, self.sizes.intermediate)
+
+    @property
+    def copies(self) -> int:
+        """Return the copies of the mailboxes that all blocks read."""
+        return 1 if self.rows * self.widest <= _SMALL_INPUT else 2
 
     @property
     def qkv_rows(self) -> int:
@@ -100,7 +103,9 @@ class Schedule:
         """Return the 64-bit words of all mailboxes (parts.h lists them)."""
         s = self.sizes
         halves = 2 * s.hidden + self.qkv_rows + s.heads * s.head_dim + s.intermediate
-        return self.rows * halves // 2 + self.attention_tasks * self.queries * (s.head_dim + 2)
+        return self.copies * (
+            self.rows * halves // 2 + self.attention_tasks * self.queries * (s.head_dim + 2)
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -110,15 +115,21 @@ class Schedule:
     def _other_bytes(self) -> int:
         """Return the shared memory beside the ring, with barriers of up to 64 slots."""
         s, group = self.sizes, max(self.group_rows // self.rows, 1)
-        attended = self.warps * self.queries * (s.head_dim + 2) * 4
-        sums = 2 * self.warps * self.rows * (group * _TILE + 1) * 4
+        attended = self.warps * self.queries * (s.head_dim + 2) * 4 + (self.queries + 2) * s.head_dim * 2
+        sums = 2 * self.warps * (max(self.rows, 4) * group * _TILE + self.rows) * 4
         stream = -(-s.hidden // _TILE // self.blocks) * self.rows * _TILE * 4
-        return 1024 + attended + sums + stream + 80 * s.layers + 160
+        inputs = -(-self.widest // self.chunk) * self.chunk * self.rows * 2
+        return 1024 + inputs + attended + sums + stream + 80 * s.layers + 160
 
     @cached_property
     def slots(self) -> int:
         """Return the slots of the ring: as many as shared memory holds."""
         return min((_SHARED_BYTES - self._other_bytes) // self.slot_bytes, self.most_slots)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether shared memory holds the inputs of the rows beside some slots."""
+        return self.slots >= _LEAST_SLOTS
 
     @property
     def shared_bytes(self) -> int:
@@ -137,7 +148,7 @@ class Schedule:
             VOCAB=s.vocab, QK_NORM=int(s.qk_norm), QKV_BIAS=int(s.qkv_bias), EPS=s.eps, SCALE=s.scale, ROWS=self.rows,
             BLOCK_SIZE=self.block_size, BLOCKS=self.blocks, WARPS=self.warps, PIECES=self.pieces,
             CONSUMERS=self.warps * 32, THREADS=self.threads, SLOTS=self.slots, GROUP_ROWS=self.group_rows,
-            CHUNKS_HELD=self.chunks_held, TOGETHER=self.together, SPLITS=self.splits, SHARED=self.shared_bytes, TRACE=int(self.trace),
+            COPIES=self.copies, SPLITS=self.splits, SHARED=self.shared_bytes, TRACE=int(self.trace),
         )  # fmt: skip
         return {name: repr(value) for name, value in values.items()}
 

@@ -28,34 +28,52 @@ DEVICE void prefetch_context(const Step& step, const Layer& layer, int number, i
     }
 }
 
+// Stages follow each other: four products for each layer, and the head.
+constexpr int STAGES = 4 * LAYERS + (VOCAB > 0);
+
+DEVICE Kind kind_of(int stage) { return stage == 4 * LAYERS ? HEAD : (Kind)(stage % 4); }
+
 DEVICE void produce_all(const Step& step, const Block& block, int number, int lane) {
     Place place;
     const u64 policy = read_once_policy();
     prefetch_context(step, block.layers[0], number, lane);
 #pragma unroll 1
-    for (int i = 0; i < LAYERS; i++) {
-        const Layer& layer = block.layers[i];
-        produce<QKV>(layer.qkv, block, place, number, lane, policy);
-        if (i + 1 < LAYERS) prefetch_context(step, block.layers[i + 1], number, lane);
-        produce<OUT>(layer.out, block, place, number, lane, policy);
-        produce<GATE_UP>(layer.gate_up, block, place, number, lane, policy);
-        produce<DOWN>(layer.down, block, place, number, lane, policy);
+    for (int stage = 0; stage < STAGES; stage++) {
+        const Kind kind = kind_of(stage);
+        const int layer = stage / 4;
+        produce(kind, kind == HEAD ? step.head : block.layers[layer].weights[kind], block, place, number, lane, policy);
+        if (kind == QKV && layer + 1 < LAYERS) prefetch_context(step, block.layers[layer + 1], number, lane);
     }
-    if (VOCAB) produce<HEAD>(step.head, block, place, number, lane, policy);
+}
+
+// Begin the residual stream with embeddings: each block has the columns that it will add to.
+DEVICE void embed(const Step& step, const Block& block, const Consumer& self) {
+    const Product& product = PRODUCTS[OUT];
+    const int pairs = own_tiles(product, self.block) * ROWS * TILE / 2;
+#pragma unroll 1
+    for (int i = self.thread; i < pairs; i += CONSUMERS) {
+        const int at = i * 2, row = at / TILE % ROWS;
+        const int column = tile_of(product, self.block, at / (TILE * ROWS)) * TILE + at % TILE;
+        const u32 pair = load_word32(step.embedding + step.ids[row] * HIDDEN + column);
+        block.stream[at] = low_half(pair), block.stream[at + 1] = high_half(pair);
+        send(step, STREAM_BOX + (row * HIDDEN + column) / 2, tagged(pair, self.tag - 1), true);
+    }
 }
 
 // Write the normed result of the last layer: block r does row r.
 DEVICE void write_hidden(const Step& step, const Block& block, Consumer& self) {
 #pragma unroll 1
     for (int row = self.block; row < ROWS; row += BLOCKS) {
+        const u64* mail = step.mail + STREAM_BOX + (i64)row * HIDDEN / 2;
         float squares = 0;
 #pragma unroll 1
-        for (int at = self.thread * 8; at < HIDDEN; at += CONSUMERS * 8) {
-            const Head x = unpack(receive(step.mail + STREAM_BOX + ((i64)row * HIDDEN + at) / 2, self.tag - 1, 30));
-            for (int i = 0; i < 8; i++) squares += x.x[i] * x.x[i];
+        for (int at = self.thread * 2; at < HIDDEN; at += CONSUMERS * 2) {
+            u32 x[1];
+            receive_words<1>(x, [&](int) { return mail + at / 2; }, self.tag - 1, 30);
+            squares += low_half(x[0]) * low_half(x[0]) + high_half(x[0]) * high_half(x[0]);
         }
         sync_warp();
-        for (int mask = 1; mask < 32; mask *= 2) squares += shuffle_xor(squares, mask);
+        squares = warp_sum(squares);
         sync_consumers();  // the sums of the last product have been read
         if (self.lane == 0) block.sums[self.warp] = squares;
         sync_consumers();
@@ -63,28 +81,30 @@ DEVICE void write_hidden(const Step& step, const Block& block, Consumer& self) {
         for (int w = 0; w < WARPS; w++) total += block.sums[w];
         const float scale = inverse_root(total / HIDDEN + (float)EPS);
 #pragma unroll 1
-        for (int at = self.thread * 8; at < HIDDEN; at += CONSUMERS * 8) {
-            Head x = unpack(receive(step.mail + STREAM_BOX + ((i64)row * HIDDEN + at) / 2, self.tag - 1, 31));
-            const Head gain = unpack(load_once(step.final_norm + at));
-            for (int i = 0; i < 8; i++) x.x[i] = x.x[i] * scale * gain.x[i];
-            *(Vec4*)(step.hidden + (i64)row * HIDDEN + at) = packed(x);
+        for (int at = self.thread * 2; at < HIDDEN; at += CONSUMERS * 2) {
+            const u32 x = (u32)load_word(mail + at / 2), gain = load_word32(step.final_norm + at);
+            const float low = low_half(x) * scale * low_half(gain), high = high_half(x) * scale * high_half(gain);
+            *(u32*)(step.hidden + (i64)row * HIDDEN + at) = pack_bf16(low, high);
         }
     }
 }
 
 DEVICE void consume_all(const Step& step, const Block& block, Consumer& self) {
     const Context context(Task(at_most(self.block, TASKS - 1)), step, self);
+    embed(step, block, self);
 #pragma unroll 1
-    for (int layer = 0; layer < LAYERS; layer++, self.tag++) {
+    for (int stage = 0; stage < STAGES; stage++) {
+        const Kind kind = kind_of(stage);
+        const int layer = stage / 4;
         const Layer& weights = block.layers[layer];
-        multiply<QKV>(self, layer, weights.input_norm);
-        attend(self, layer, context);
-        multiply<OUT>(self, layer, nullptr);
-        multiply<GATE_UP>(self, layer, weights.mlp_norm);
-        multiply<DOWN>(self, layer, nullptr);
+        if (kind == HEAD) write_hidden(step, block, self);
+        if (kind == OUT) attend(step, block, self, layer, context);
+        multiply(
+            step, block, self, kind, layer,
+            kind == QKV ? weights.input_norm : kind == GATE_UP ? weights.mlp_norm : step.final_norm);
+        if (kind == DOWN) self.tag++;
     }
-    if (VOCAB) multiply<HEAD>(self, LAYERS, step.final_norm);
-    write_hidden(step, block, self);
+    if (VOCAB == 0) write_hidden(step, block, self);
 }
 
 KERNEL decode_step(
@@ -106,19 +126,21 @@ KERNEL decode_step(
     for (int i = thread; i < LAYERS * (int)sizeof(Layer) / 16; i += THREADS)
         ((Vec4*)block.layers)[i] = load_once((const Vec4*)layers + i);
     // Columns beyond the last one are multiplied with zeros, so they must be finite.
-    for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16) *(Vec4*)(block.ring + at) = Vec4{0, 0, 0, 0};
+    if (HIDDEN % CHUNK || ATTENDED % CHUNK || INTER % CHUNK)
+        for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16) 
+            *(Vec4*)(block.ring + at) = Vec4{0, 0, 0, 0};
     barriers_visible();
     sync_block();
     if (thread >= CONSUMERS) {
         produce_all(step, block, number, thread % 32);
-    } else {
-        Consumer self;
-        self.block = number, self.thread = thread, self.warp = thread / 32, self.lane = thread % 32;
-        self.row = self.lane / 4 % ROWS, self.part = self.lane / 4 / ROWS, self.quarter = self.lane % 4;
-        self.tag = launches * (LAYERS + 1) + 1;
-        consume_all(step, block, self);
+        return;
     }
-    sync_block();
+    Consumer self;
+    self.block = number, self.thread = thread, self.warp = thread / 32, self.lane = thread % 32;
+    self.row = self.lane / 8 % FRAGMENT_ROWS, self.part = self.lane / 8 / FRAGMENT_ROWS;
+    self.half = self.lane / 4 % 2, self.quarter = self.lane % 4;
+    self.tag = launches * (LAYERS + 1) + 2;  // embeddings are sent with the one before; 0 is in no word
+    consume_all(step, block, self);
     if (thread == 0 && add_counter(counters + 1, 1) == BLOCKS - 1) {  // every block has read the number of launches
         counters[1] = 0;
         counters[0] = launches + 1;

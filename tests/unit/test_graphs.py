@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import torch
 
 from quire.attention.expansion_rule import NO_EXPANSION, ExpansionRule
+from quire.models.decoder import NO_BRIEF_STEPS, BriefSteps
 from quire.sampling.columns import LogitRows
 from quire.types import StepPlan
 from quire.worker.launch.graphs import CudaGraphs
 from quire.worker.step.batch import DeviceStep, FirstEntries
 from quire.worker.step.stage_functions import StageFunctions
 from quire.worker.step.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
-from quire.worker.step.step_stages import LOGITS, TOKENS, StepStage
+from quire.worker.step.step_stages import FILTERED_TOKENS, LOGITS, TOKENS, StepStage
 
 
 def opened(plan: StepPlan, staging: Any, shape: StepShape | None = None) -> DeviceStep:
@@ -41,6 +43,7 @@ class Graphs(CudaGraphs):
         full_tokens: int,
         max_graphs: int = 99,
         rule: ExpansionRule = NO_EXPANSION,
+        brief: BriefSteps = NO_BRIEF_STEPS,
     ) -> None:
         self.done: list[tuple[str, Any]] = []
         self.has_memory = True
@@ -50,6 +53,7 @@ class Graphs(CudaGraphs):
             full_tokens=full_tokens,
             shared_bytes=0,
             max_graphs=max_graphs,
+            brief=brief,
         )
         self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
@@ -78,22 +82,24 @@ class Graphs(CudaGraphs):
         self.done[-1] = "capture", shape
         return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
 
-    def step(self, *tokens: int, drafts: int = 0) -> list[tuple[str, Any]]:
+    def step(self, *tokens: int, drafts: int = 0, start: int = 0) -> list[tuple[str, Any]]:
         """Launch a step whose rows have `tokens` new tokens; return what the launcher did.
 
-        `drafts` of the tokens of the first row are draft tokens.
+        `drafts` of the tokens of the first row are draft tokens. Its context has `start` tokens.
         """
         self.done.clear()
         counts = np.array(tokens, np.int32)
         none = np.zeros_like(counts)
         drafted = none.copy()
         drafted[0] = drafts
+        starts = none.copy()
+        starts[0] = start
         plan = StepPlan(
             0,
             none,
             counts,
             drafted,
-            none,
+            starts,
             np.ones(len(tokens), bool),
             [],
             np.empty((0, 4), np.int32),
@@ -214,6 +220,35 @@ def test_steps_that_share_blocks_have_graphs_of_their_own() -> None:
     shape, sharing = StepShape(64, 64), StepShape(64, 64, TOKENS, True)
     assert not shape.stands_in_for(sharing) and not sharing.stands_in_for(shape)
     assert any(common.stands_in_for(sharing) for common in StepShapes(started(64, 64)._limits).at_start())
+
+
+def test_brief_steps_have_graphs_of_their_own() -> None:
+    steps = Graphs(64, 2048, 8192, brief=BriefSteps(rows=4, tokens=1000))
+    assert steps.step(1, start=999) == [("run", (1, 1)), ("capture", (1, 1))]
+    assert steps.step(1, start=10) == [("replay", (1, 1))]
+    # Contexts grow beyond the limit: the graph of brief steps does not serve such a step.
+    assert steps.step(1, start=1000) == [("run", (1, 1)), ("capture", (1, 1))]
+    assert steps.step(1, 1, 1, start=997)[0] == ("run", (4, 4))
+    assert steps.step(*[1] * 5, start=10)[0] == ("run", (8, 8))
+    assert steps.step(*[1] * 5, start=5000) == [("replay", (8, 8))], "more rows have no brief steps"
+
+
+def test_others_stand_in_for_brief_steps_for_a_while() -> None:
+    other, brief = StepShape(4, 4), StepShape(4, 4, brief=True)
+    assert other.stands_in_for(brief) and not brief.stands_in_for(other)
+    steps = Graphs(64, 2048, 8192, brief=BriefSteps(rows=4, tokens=1000))
+    steps.step(1, 1, 1, 1, start=5000)
+    done = [steps.step(1, 1, 1, 1)[-1][0] for _ in range(40)]
+    assert done[0] == "replay" and done.count("capture") == 1, "captured once it has cost a capture"
+
+
+def test_brief_steps_are_captured_at_the_start() -> None:
+    limits = GraphLimits(max_rows=64, max_tokens=512, full_tokens=0, shared_bytes=0, max_graphs=512)
+    sizes = {shape.rows for shape in StepShapes(limits).at_start() if shape.brief}
+    assert not sizes, "only for models that have such steps"
+    shapes = StepShapes(replace(limits, brief=BriefSteps(4, 1000))).at_start()
+    brief = {(shape.rows, shape.prefix) for shape in shapes if shape.brief}
+    assert brief == {(rows, prefix) for rows in (1, 2, 4) for prefix in (TOKENS, FILTERED_TOKENS, LOGITS)}
 
 
 def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:

@@ -100,6 +100,6 @@ def with_persistent_steps(config: EngineConfig, model: Model, device: torch.devi
     reason = "draft heads read its layers" if config.spec_method in ("eagle", "eagle3", "mtp") else ""
     reason = reason or ("blocks must be paged" if config.kv_layout != "paged" else unsuited(model, device))
     if reason or not isinstance(model, DecoderModel):
-        log.info("persistent kernel off: %s", reason)
+        log.debug("no persistent kernel: %s", reason)
         return model
     return PersistentDecoder(model, config.block_size, device)

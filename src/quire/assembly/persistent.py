@@ -18,14 +18,20 @@ from quire.kernels.persistent.schedule import DecoderSizes, Schedule, takes
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.models.decoder import DecoderModel
+from quire.models.decoder import BriefSteps, DecoderModel
 from quire.models.layouts import DecoderLayer, SelfAttention
 from quire.models.spec import ModelSpec
 from quire.quant.few_rows import FewRowsMatmul
 
 log = logging.getLogger("quire")
 
-_ROWS = (1, 2, 4, 8)  # of a step; a kernel is compiled for each
+# Rows of a step; a kernel is compiled for each. Measured on an H200: eight rows are faster layer by layer, and so are
+# models whose kernels are all busy with memory.
+_ROWS = (1, 2, 4)
+_MOST_BYTES = 7 << 30  # of weights that a step reads
+_MOST_CONTEXT = (
+    4096  # of all rows together: with longer ones, attention of one kernel for each layer is faster
+)
 
 
 class PersistentDecoder:
@@ -38,11 +44,15 @@ class PersistentDecoder:
     """
 
     def __init__(self, model: DecoderModel, block_size: int, device: torch.device) -> None:
-        self._model, self.spec = model, model.spec
+        self.layer_by_layer, self.spec = model, model.spec
         self._block_size, self._device = block_size, device
-        self._sizes = decoder_sizes(model)
+        self._sizes, self._layers = (
+            decoder_sizes(model),
+            list(model.layers),
+        )  # all, whichever the model runs now
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         schedules = [Schedule(self._sizes, rows, block_size, blocks) for rows in _ROWS]
+        schedules = [schedule for schedule in schedules if schedule.fits]
         self._mailbox = Mailbox(schedules, device)
         self._steps: dict[int, DecodeStep] = {}
         pool = ThreadPoolExecutor(len(_ROWS), "compile")
@@ -50,6 +60,7 @@ class PersistentDecoder:
             schedule.rows: (schedule, pool.submit(compile_ahead, schedule)) for schedule in schedules
         }
         pool.shutdown(wait=False)
+        self.brief = BriefSteps(max(self._binaries, default=0), _MOST_CONTEXT)
         self._pointers: dict[tuple[int, ...], torch.Tensor] = {}  # by the addresses of the KV blocks
         self._logits: tuple[torch.Tensor, torch.Tensor] | None = (
             None  # hidden states, and what follows from them
@@ -57,20 +68,20 @@ class PersistentDecoder:
 
     @property
     def attention_layers(self) -> Sequence[KVLayer]:
-        return self._model.attention_layers
+        return self.layer_by_layer.attention_layers
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         rows = batch.input_ids.shape[0]
         if not self._takes(batch, rows):
-            return self._model(batch)
+            return self.layer_by_layer(batch)
         pointers = self._layer_pointers(batch)
         if pointers is None:
-            return self._model(batch)
-        sizes, model = self._sizes, self._model
+            return self.layer_by_layer(batch)
+        sizes, model = self._sizes, self.layer_by_layer
         hidden = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16, device=self._device)
         logits = torch.empty(rows, sizes.vocab, dtype=torch.bfloat16, device=self._device)
         self._step(rows)(
-            pointers, model.embed.table, model.norm.weight, _weight(model.head.multiply), batch.input_ids,
+            pointers, model.embed.table, model.norm.weight, _weight(_head_product(model)), batch.input_ids,
             batch.positions, batch.kv_slots, batch.slots, batch.block_table, model.ropes[0].table, hidden, logits,
             batch.block_table.stride(0), batch.kv[0][0].stride(0),
         )  # fmt: skip
@@ -80,12 +91,13 @@ class PersistentDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden`, which the kernel has computed already if they are the last step's."""
         last, self._logits = self._logits, None
-        return last[1] if last is not None and last[0] is hidden else self._model.logits(hidden)
+        return last[1] if last is not None and last[0] is hidden else self.layer_by_layer.logits(hidden)
 
     def _takes(self, batch: ForwardBatch, rows: int) -> bool:
         """Return whether the kernel runs a step: each row decodes one token, and there is a kernel for their number."""
         return (
-            rows in _ROWS
+            rows in self._binaries
+            and (batch.brief or self.brief.has(rows, int(batch.seq_bounds.sum())))
             and rows == batch.seq_lens.shape[0]
             and batch.num_tokens is not None
             and bool((batch.num_tokens == 1).all())
@@ -106,7 +118,7 @@ class PersistentDecoder:
         key = tuple(tensors[0].data_ptr() for tensors in batch.kv)
         found = self._pointers.get(key)
         if found is None and not torch.cuda.is_current_stream_capturing():
-            rows = [_addresses(layer, batch.kv[i]) for i, layer in enumerate(self._model.layers)]
+            rows = [_addresses(layer, batch.kv[i]) for i, layer in enumerate(self._layers)]
             found = self._pointers[key] = torch.tensor(rows, dtype=torch.int64).to(self._device)
         return found
 
@@ -121,9 +133,18 @@ def unsuited(model: object, device: torch.device) -> str:
         return f"the model has {unusual}"
     if model.stage.count > 1 or model.head.parallel.size > 1:
         return "it runs on one GPU"
-    if model.embed.table.dtype != torch.bfloat16 or not isinstance(model.head.multiply, FewRowsMatmul):
+    if model.embed.table.dtype != torch.bfloat16 or not isinstance(_head_product(model), FewRowsMatmul):
         return "embedding and head must be bf16"
-    return takes(decoder_sizes(model))
+    sizes = decoder_sizes(model)
+    if (read := step_bytes(sizes)) > _MOST_BYTES:
+        return f"its {read / 1e9:.1f} GB of weights are read as fast layer by layer"
+    return takes(sizes)
+
+
+def step_bytes(sizes: DecoderSizes) -> int:
+    """Return the bytes of weights that a decode step reads, in bf16."""
+    stages = {stage.name: stage.weight_bytes for stage in Schedule(sizes, 1, 1, 1).stages()}
+    return stages.pop("head") + sizes.layers * sum(stages.values())
 
 
 def decoder_sizes(model: DecoderModel) -> DecoderSizes:
@@ -176,6 +197,11 @@ def _linears(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
     qkv = attention.qkv.layer
     assert isinstance(qkv, Linear)
     return qkv, attention.o.linear, mlp.gate_up, mlp.down
+
+
+def _head_product(model: DecoderModel) -> object:
+    head = model.head.multiply
+    return head.multiply if isinstance(head, Linear) else head
 
 
 def _weight(product: object) -> torch.Tensor:

@@ -56,6 +56,7 @@ class ForwardBatch:
     shared: torch.Tensor | None = None
     decode_tokens: int = 1  # most new tokens of a row that decodes: 1 + its draft tokens
     decodes_only: bool = False  # no row has more tokens than that
+    brief: bool = False  # the rows' contexts are as short as the model's `brief` steps have them
     attn: Any = field(default=None)
     # The same step for further groups of layers, which have their own block_table, kv_slots and attn.
     others: list[ForwardBatch] = field(default_factory=list)

@@ -8,6 +8,7 @@ Weight names are those of Llama's checkpoints, or what `ModelSpec.names` maps th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,21 @@ from quire.models.spec import ModelSpec
 
 # Of text-only checkpoints, of multimodal ones in two spellings, and of both without a head.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "backbone.", "")
+
+
+@dataclass(frozen=True, slots=True)
+class BriefSteps:
+    """Decode steps that a model runs in another way than others: their captured steps are apart from those."""
+
+    rows: int = 0  # most rows, of one token each; 0: there are no such steps
+    tokens: int = 0  # most KV entries of all rows together
+
+    def has(self, rows: int, tokens: int) -> bool:
+        """Return whether a decode step of `rows` rows with contexts of `tokens` tokens in all is one of them."""
+        return rows <= self.rows and tokens <= self.tokens
+
+
+NO_BRIEF_STEPS = BriefSteps()
 
 
 class Model(Protocol):

@@ -24,8 +24,10 @@ def few_layers(model: Any) -> Iterator[None]:
     """Let a model run only two layers of each kind, and its last layer, in this context.
 
     For steps whose results are not used: they launch the same kernels as with all layers, in a fraction of the time.
-    Layers that draft heads read (`TappedLayer`) stay too. A model without a list `layers` runs whole.
+    Layers that draft heads read (`TappedLayer`) stay too. A model without a list `layers` runs whole. Of a model that
+    wraps one with layers, in `layer_by_layer`, that one runs few.
     """
+    model = getattr(model, "layer_by_layer", model)
     layers = getattr(model, "layers", None)
     if layers is None:
         yield

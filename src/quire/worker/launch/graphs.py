@@ -127,17 +127,26 @@ class CudaGraphs:
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
         prefix = self._stages.prefix(plan)
+        brief = self._is_brief(plan)  # contexts grow while the batch stays the same
         # The steps of an unchanged batch have the same columns.
-        if self._source.come_again(plan.slots, plan.num_tokens, plan.num_drafts, plan.shared, prefix):
+        if self._source.come_again(plan.slots, plan.num_tokens, plan.num_drafts, plan.shared, prefix, brief):
             return self._wanted
         shares, drafts = plan.shared is not None, plan.max_drafts
         longest = 1 + drafts + plan.has_prompts
         self._wanted = None
         if prefix is not NO_STAGES:
             self._wanted = self.shapes.fit(
-                len(plan.slots), plan.total_tokens, prefix, shares, drafts, longest
+                len(plan.slots), plan.total_tokens, prefix, shares, drafts, longest, brief
             )
         return self._wanted
+
+    def _is_brief(self, plan: StepPlan) -> bool:
+        rows, brief = len(plan.slots), self._limits.brief
+        return (
+            rows <= brief.rows
+            and rows == plan.total_tokens
+            and brief.has(rows, int(plan.starts.sum()) + rows)
+        )
 
     def _run(self, shape: StepShape) -> None:
         """Run the captured stages of `shape` with the current header."""

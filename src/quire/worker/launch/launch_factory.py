@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.kernels.cpu.ops import CpuKernels
+from quire.models.decoder import NO_BRIEF_STEPS
 from quire.types import max_logit_rows
 from quire.worker.launch.cpu_replay import CpuReplay
 from quire.worker.launch.graphs import CudaGraphs
@@ -89,7 +90,9 @@ class GpuLaunch:
         if not (captures and self.captures):
             return Eager(stages.batcher)
         assert isinstance(stages.batcher, KernelBatcher)
-        return CudaGraphs(stages, stages.batcher, self._graph_limits(), self.memory.dtype, self.memory.device)
+        return CudaGraphs(
+            stages, stages.batcher, self._graph_limits(stages), self.memory.dtype, self.memory.device
+        )
 
     def reserve(self, largest_step: int, tokens: int) -> int:
         if not self.captures:
@@ -112,7 +115,7 @@ class GpuLaunch:
     def _bytes_per_graph(self) -> int:
         return _GRAPH_BYTES_PER_LAYER * self.memory.spec.num_layers
 
-    def _graph_limits(self) -> GraphLimits:
+    def _graph_limits(self, stages: StageFunctions) -> GraphLimits:
         limits = self.memory.limits
         return GraphLimits.of_sizes(
             limits.max_num_seqs,
@@ -122,4 +125,5 @@ class GpuLaunch:
             drafts=self.drafts,
             max_logit_rows=self._max_logit_rows,
             at_start=self.capture_at_start,
+            brief=getattr(stages.model, "brief", NO_BRIEF_STEPS),  # few models have such steps
         )

@@ -49,6 +49,7 @@ class BatchBounds(NamedTuple):
     decodes_only: bool  # no row has more tokens than 1 + `drafts`
     has_prompts: bool
     keeps_hidden: bool = False
+    brief: bool = False
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> BatchBounds:
@@ -81,6 +82,7 @@ class BatchBounds(NamedTuple):
             shares=shape.shares,
             decodes_only=shape.one_each or shape.decodes_only,
             has_prompts=not (shape.one_each or shape.decodes_only),
+            brief=shape.brief,
         )
 
 
@@ -225,6 +227,7 @@ class KernelBatcher:
             group_of=parts.group_of,
             decode_tokens=self._ring.shape[2] if drafts else 1,  # one kernel for every depth
             decodes_only=bounds.decodes_only,
+            brief=bounds.brief,
         )
         for table, kv_slots in zip(state.block_tables[1:], self._kv_slots[1:]):
             batch.add_group(table, kv_slots[:tokens])

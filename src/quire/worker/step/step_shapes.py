@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.models.decoder import NO_BRIEF_STEPS, BriefSteps
 from quire.types import COMMON_STEP_TOKENS
 from quire.worker.step.step_stages import FILTERED_TOKENS, LOGITS, TOKENS, Prefix
 
@@ -25,6 +26,7 @@ _PADDED_TOKENS = 2048  # the longest step with prompts that is captured with pad
 _BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
 _TAIL = 0.1  # of a step: cost of sampling operation by operation after a graph that ends with the logits
+_BRIEF = 0.2  # of a step: cost of running a brief step as others
 
 _STAND_IN_ROWS = (32, 256, 1024)
 _MIDDLE_ROWS, _MIDDLE_TOKENS = 64, 256  # short steps of so many rows: their next stand-in has 384 tokens
@@ -46,6 +48,7 @@ class GraphLimits:
     drafts: int = 0  # most draft tokens of a row
     max_logit_rows: int = 0  # of a step; 0: `max_rows`
     at_start: bool = True  # capture common shapes before the first request
+    brief: BriefSteps = NO_BRIEF_STEPS  # which the model runs in another way
 
     @classmethod
     def of_sizes(cls, max_rows: int, step_tokens: int, **others: Any) -> GraphLimits:
@@ -70,6 +73,7 @@ class StepShape:
     prefix: Prefix = TOKENS  # the stages that are captured
     shares: bool = False  # rows share blocks that attention reads once
     drafts: int = 0
+    brief: bool = False  # the model runs it as one of its brief steps
 
     @property
     def one_each(self) -> bool:
@@ -93,6 +97,7 @@ class StepShape:
             and self.rows >= other.rows
             and self.tokens >= other.tokens
             and self.shares == other.shares
+            and (other.brief or not self.brief)
             and bool(self.drafts) == bool(other.drafts)
             and self.drafts >= other.drafts
             and self.prefix in (other.prefix, LOGITS)
@@ -101,8 +106,10 @@ class StepShape:
 
     def excess_over(self, other: StepShape) -> float:
         """Return about the share of a step that is lost if this shape stands in for `other`."""
-        tail = _TAIL if self.prefix != other.prefix else 0.0
-        return (self.tokens - other.tokens) / self.tokens + tail
+        lost = (_TAIL if self.prefix != other.prefix else 0.0) + (
+            _BRIEF if self.brief != other.brief else 0.0
+        )
+        return (self.tokens - other.tokens) / self.tokens + lost
 
 
 class StepShapes:
@@ -113,7 +120,14 @@ class StepShapes:
         self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
 
     def fit(
-        self, rows: int, tokens: int, prefix: Prefix, shares: bool, drafts: int = 0, longest: int = 1
+        self,
+        rows: int,
+        tokens: int,
+        prefix: Prefix,
+        shares: bool,
+        drafts: int = 0,
+        longest: int = 1,
+        brief: bool = False,
     ) -> StepShape | None:
         """Return the smallest shape that holds a step, or None if such steps are not captured.
 
@@ -124,12 +138,13 @@ class StepShapes:
             shares: whether rows share blocks.
             drafts: most draft tokens of a row.
             longest: most tokens of a row; read if there are drafts.
+            brief: whether it is a brief step of the model.
         """
         if drafts:
             return self._fit_drafts(rows, tokens, prefix, drafts, longest)
         if rows == tokens:
             size = _round_up(self.row_sizes, rows)
-            return StepShape(size, size, prefix, shares)
+            return StepShape(size, size, prefix, shares, brief=brief and size <= self._limits.brief.rows)
         is_full = tokens == self._limits.full_tokens
         if tokens > self.token_sizes[-1] and not is_full:
             return None
@@ -191,8 +206,14 @@ class StepShapes:
             mixed += [
                 StepShape(rows, self._limits.full_tokens, LOGITS) for rows in self._clipped(_STAND_IN_ROWS)
             ]
+        brief = [
+            StepShape(size, size, prefix, brief=True)
+            for prefix in (TOKENS, FILTERED_TOKENS, LOGITS)
+            for size in self.row_sizes
+            if size <= self._limits.brief.rows
+        ]
         return self._up_to_half(
-            [*logits, *sharing, *mixed, *self._at_start_with_drafts(), *self._decoding(sizes)]
+            [*logits, *brief, *sharing, *mixed, *self._at_start_with_drafts(), *self._decoding(sizes)]
         )
 
     def when_idle(self) -> list[StepShape]:

@@ -195,6 +195,19 @@ FIGURES = {
         {"other": "launches", "token": "kernels"},
         "time",
     ),
+    "persistent-kernel": Figure(
+        "Kernels end before the next one reads; one kernel reads weights all the time",
+        [
+            Row("kernels, memory", [Box(2 * i + 0.6, 1.2, "token", f"weight {i + 1}") for i in range(4)]),
+            Row("kernels, blocks", [Box(2 * i, 2, "wasted" if i % 2 else "free", f"kernel {i + 1}") for i in range(4)]),
+            Row("one kernel, memory", [Box(1.2 * i, 1.2, "token", f"weight {i + 1}") for i in range(4)]),
+            Row("one kernel, blocks", [
+                box for i in range(4) for box in (Box(1.4 * i, 1, "shared", f"stage {i + 1}"), Box(1.4 * i + 1, 0.4, "other"))
+            ]),
+        ],
+        {"token": "weights arrive", "shared": "products", "other": "results on their way"},
+        "time",
+    ),
     "overlap": Figure(
         "Scheduling of the next step runs while the device computes this one",
         [

@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", default="openai")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens per event")
     parser.add_argument("--num-warmups", type=int, default=1)
     args = parser.parse_args()
     flags = [f"--{part}" for part in args.engine]
@@ -111,7 +112,7 @@ def main() -> None:
         str(args.output_len),
     ]
     alone = quire("bench", "throughput", "--model", args.model, *engine, *load, "--num-warmups", "1")
-    server = Server([args.model, *engine])
+    server = Server([args.model, *engine, "--stream-interval", str(args.stream_interval)])
     rounds = []
     try:
         for i in range(args.rounds):

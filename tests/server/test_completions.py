@@ -22,6 +22,28 @@ def test_openai_client(demo: Server) -> None:
     assert client.models.retrieve("demo").id == "demo"
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_with_an_interval_has_the_same_text_in_fewer_events(demo: Server, route: str) -> None:
+    asked = {"messages": [{"role": "user", "content": STORY}]} if "chat" in route else {"prompt": STORY}
+    body = {**asked, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    def read(**fields: Any) -> tuple[str, int]:
+        *chunks, done = events(demo.post(route, {**body, **fields}))
+        assert done == "[DONE]" and "warnings" not in chunks[0]
+        texts = [
+            c.get("text") or c.get("delta", {}).get("content") or ""
+            for chunk in chunks
+            for c in chunk["choices"]
+        ]
+        return "".join(texts), sum(map(bool, texts))
+
+    text, each = read()
+    same, few = read(stream_interval=8)
+    assert same == text and few <= 6 < each
+    refused = demo.post(route, {**body, "stream_interval": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream_interval"
+
+
 def test_every_form_of_prompt(dry: Server) -> None:
     ids = dry.post("/tokenize", {"prompt": "Hello there"}).json()["tokens"]
 

@@ -15,9 +15,9 @@ from quire.serve.http.stream import MARK, ChunkTemplate, event
 from quire.types import EngineOutput, EngineRequest, SamplingParams
 
 
-def opened() -> tuple[Generation, RequestState]:
+def opened(interval: int = 1) -> tuple[Generation, RequestState]:
     state = RequestState("r", None, [EngineRequest("r", [1], SamplingParams())], None, 0.0)
-    return Generation([state], [], True, lambda generation: None), state
+    return Generation([state], [], interval, lambda generation: None), state
 
 
 def tell(generation: Generation, state: RequestState, *tokens: int, reason: str | None = None) -> None:
@@ -52,6 +52,29 @@ def test_what_is_new_is_taken_then_and_there_until_there_is_no_room() -> None:
         await generation.wait(take)
         assert generation.finished and len(taken) == 3, "the end is the waiter's"
         assert [delta.token_ids for _, delta in generation.take()] == [[10]]
+
+    asyncio.run(run())
+
+
+def test_tokens_are_taken_together_after_the_first_one() -> None:
+    async def run() -> None:
+        generation, state = opened(interval=3)
+        taken: list[list[int]] = []
+
+        def take() -> bool:
+            taken.append([token for _, delta in generation.take() for token in delta.token_ids])
+            return True
+
+        waiting = asyncio.ensure_future(generation.wait(take))
+        await asyncio.sleep(0)
+        for token in range(8):
+            tell(generation, state, token)
+        assert taken == [[0], [1, 2, 3], [4, 5, 6]]
+        tell(generation, state, 8, 9, 10)  # several tokens of a step
+        assert taken[3:] == [[7, 8, 9, 10]]
+        tell(generation, state, 11, reason="length")
+        await waiting
+        assert [delta.token_ids for _, delta in generation.take()] == [[11]], "the end waits for no interval"
 
     asyncio.run(run())
 

@@ -25,13 +25,11 @@ from quire.quant.few_rows import FewRowsMatmul
 
 log = logging.getLogger("quire")
 
-# Rows of a step; a kernel is compiled for each. Measured on an H200: eight rows are faster layer by layer, and so are
-# models whose kernels are all busy with memory.
-_ROWS = (1, 2, 4)
+# Measured on an H200. Eight rows are faster layer by layer, and so are models whose kernels are all busy with memory, and
+# long contexts, for which attention layer by layer has better kernels.
+_ROWS = (1, 2, 4)  # of a step; a kernel is compiled for each
 _MOST_BYTES = 7 << 30  # of weights that a step reads
-_MOST_CONTEXT = (
-    4096  # of all rows together: with longer ones, attention of one kernel for each layer is faster
-)
+_MOST_CONTEXT = 4096  # tokens of all rows together
 
 
 class PersistentDecoder:
@@ -46,10 +44,8 @@ class PersistentDecoder:
     def __init__(self, model: DecoderModel, block_size: int, device: torch.device) -> None:
         self.layer_by_layer, self.spec = model, model.spec
         self._block_size, self._device = block_size, device
-        self._sizes, self._layers = (
-            decoder_sizes(model),
-            list(model.layers),
-        )  # all, whichever the model runs now
+        self._sizes = decoder_sizes(model)
+        self._layers = list(model.layers)  # all, whichever the model runs now
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         schedules = [Schedule(self._sizes, rows, block_size, blocks) for rows in _ROWS]
         schedules = [schedule for schedule in schedules if schedule.fits]

@@ -122,7 +122,7 @@ class AsyncEngine:
         client: ApiClient,
         choices: int,
         make_jobs: Callable[[], Sequence[PromptJob]],
-        live: bool,
+        interval: int,
         timeout_s: float | None,
         label: str = "",
     ) -> Generation:
@@ -133,7 +133,7 @@ class AsyncEngine:
             choices: number of answers: prompts times n.
             make_jobs: returns the prompts; runs in the thread, so it may render templates. It raises RequestError or
                 ApiError for requests that cannot be served.
-            live: whether the answer is streamed.
+            interval: new tokens of an answer that make an event of its stream; 0: it is not streamed.
             timeout_s: time limit of the request beside the server's; None for no other limit.
             label: the client's own id of the request, by which the live view names it.
 
@@ -161,7 +161,7 @@ class AsyncEngine:
         generation = Generation(
             [p.state for p in prepared],
             self.account.open((request for p in prepared for request in p.requests), arrival_s),
-            live,
+            interval,
             lambda ended: self._close(ended, client, choices),
             forecast_s,
         )

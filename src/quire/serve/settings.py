@@ -85,6 +85,11 @@ class ServeConfig:
         "its API key, or target_ttft",
     )
     request_timeout: float | None = _setting(None, "seconds after which a request is aborted (504)")
+    stream_interval: int = _setting(
+        1,
+        "new tokens of an answer that make an event of its stream, after the first token; more of them are less work for "
+        "the server and for clients",
+    )
     slow_reader_timeout: float = _setting(
         120.0, "seconds without progress after which a client that does not read its answer is disconnected"
     )
@@ -154,6 +159,7 @@ class ServeConfig:
             "port": 0,
             "max_waiting": 1,
             "max_body_elements": 1,
+            "stream_interval": 1,
             "tokenizer_threads": 1,
             "max_logprobs": -1,
             "max_stored_responses": 0,

@@ -31,7 +31,7 @@ class Generation:
         self,
         states: Sequence[RequestState],
         tracks: Sequence[RequestTrack],
-        live: bool,
+        interval: int,
         on_end: Callable[[Generation], None],
         forecast_s: float | None = None,
     ) -> None:
@@ -40,14 +40,18 @@ class Generation:
         Args:
             states: the prompts.
             tracks: the accounts of all choices, in the order of their prompts.
-            live: wake the waiting route for every token, not only at the end.
+            interval: new tokens of each choice for which the waiting route is woken, after the first one; 0: only at the
+                end.
             on_end: called once, when everything is finished or an error ended it.
             forecast_s: the time to first token that was predicted when it was admitted; None for no prediction.
         """
         self.states, self.tracks, self.forecast_s = list(states), list(tracks), forecast_s
         self._choices = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
         self.error: ApiError | None = None  # why it ended early; its answers are void then
-        self._live = live
+        self._interval, self._due = (
+            interval * len(self._choices),
+            1,
+        )  # tokens, and their number at which to wake
         self._unfinished = len(self.states)  # prompts
         self._on_end: Callable[[Generation], None] | None = on_end
         self._loop = asyncio.get_running_loop()
@@ -78,10 +82,10 @@ class Generation:
         return sum(len(answer.token_ids) for state in self.states for answer in state.answers)
 
     async def wait(self, take: Callable[[], bool] | None = None) -> None:
-        """Wait until there is new output (`live`) or everything is finished.
+        """Wait until there is new output, as `interval` has it, or everything is finished.
 
         Args:
-            take: called with every new output instead of ending the wait, as long as it returns True.
+            take: called with such output instead of ending the wait, as long as it returns True.
 
         Raises:
             ApiError: the error that ended the generation early.
@@ -108,7 +112,8 @@ class Generation:
             self._unfinished -= 1
         if self.finished:
             self._end()
-        elif self._live:
+        elif self._interval and (tokens := self.completion_tokens) >= self._due:
+            self._due = tokens + self._interval
             self._notify()
 
     def _notify(self) -> None:

@@ -10,7 +10,15 @@ from starlette.responses import Response
 
 from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenRequest
-from quire.serve.api.context import ServerContext, answer_id, client_of, label_of, read_request, server_of
+from quire.serve.api.context import (
+    ServerContext,
+    answer_id,
+    client_of,
+    label_of,
+    read_request,
+    server_of,
+    stream_interval,
+)
 from quire.serve.api.logprobs import Entry, completion_logprobs, prompt_logprobs
 from quire.serve.api.prompts import length_field, prompt_job, prompts_of
 from quire.serve.api.protocol.completions import (
@@ -58,7 +66,7 @@ async def completions(request: Request) -> Response:
 
     client, streamed = client_of(request), bool(completion.stream)
     generation = await server.engine.generate(
-        client, choices, jobs, streamed, completion.timeout, label_of(request)
+        client, choices, jobs, stream_interval(server, completion), completion.timeout, label_of(request)
     )
     warnings += generation.warnings
     receipt = receipt_maker(request, completion, generation)

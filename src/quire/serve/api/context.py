@@ -17,7 +17,7 @@ from quire.frontend.location import ModelFiles
 from quire.frontend.model_card import ModelCard
 from quire.serve.answer.form import AnswerForms
 from quire.serve.api.ollama.pull import ModelPulls
-from quire.serve.api.protocol.fields import RequestFields
+from quire.serve.api.protocol.fields import RequestFields, SamplingFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
 from quire.serve.api.protocol.responses import InputTokensRequest
@@ -38,7 +38,7 @@ from quire.serve.settings import ServeConfig
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 MAX_COUNTING = 64  # waiting calls of one client
-_NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
+_NO_EFFECT = ("verbosity", "vllm_xargs")
 _CHOICE_FIELDS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 # Requests whose answers have no place for those.
 _WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, InputTokensRequest)
@@ -152,6 +152,11 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
             for name in given
         ]
     return body, warnings
+
+
+def stream_interval(server: ServerContext, body: SamplingFields) -> int:
+    """Return how many new tokens of an answer make an event of its stream; 0 if it is not streamed."""
+    return (body.stream_interval or server.settings.stream_interval) if body.stream else 0
 
 
 def answer_id(prefix: str, given: str | None) -> str:

@@ -13,7 +13,7 @@ from quire.serve.answer.form import AnswerForm
 from quire.serve.answer.parser import PlainText
 from quire.serve.answer.tools.tool_use import ToolUse, tool_use
 from quire.serve.api.api_answer import OpenChat
-from quire.serve.api.context import ServerContext, client_of, label_of, server_of
+from quire.serve.api.context import ServerContext, client_of, label_of, server_of, stream_interval
 from quire.serve.api.prompts import length_field, prompt_job
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.protocol.fields import ConversationFields
@@ -113,7 +113,12 @@ async def _open(
     """Send the job of a chat to the engine. `forms` has its form once the job is made."""
     server, client = server_of(request), client_of(request)
     generation = await server.engine.generate(
-        client, params.n, lambda: [make_job()], bool(chat.stream), chat.timeout, label_of(request)
+        client,
+        params.n,
+        lambda: [make_job()],
+        stream_interval(server, chat),
+        chat.timeout,
+        label_of(request),
     )
     warnings += generation.warnings
     receipt = receipt_maker(request, chat, generation)

@@ -88,7 +88,7 @@ async def pool_prompts(
         ]
 
     generation = await server.engine.generate(
-        client_of(request), count, jobs, False, body.timeout, label_of(request)
+        client_of(request), count, jobs, 0, body.timeout, label_of(request)
     )
     await wait_until_finished(request, generation)
     return PooledPrompts([state.pooled or b"" for state in generation.states], generation.prompt_tokens)

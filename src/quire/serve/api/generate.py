@@ -47,7 +47,7 @@ async def generate(request: Request) -> Response:
         add_special_tokens=body.add_special_tokens is not False,
         length_field=length_field(body, "max_tokens", "max_new_tokens"),
     )
-    generation = await engine.generate(client, 1, lambda: [job], False, body.timeout, label_of(request))
+    generation = await engine.generate(client, 1, lambda: [job], 0, body.timeout, label_of(request))
     warnings += generation.warnings
     await wait_until_finished(request, generation)
     answer = generation.states[0].output().outputs[0]

@@ -74,6 +74,10 @@ def check_fields(request: SamplingFields) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
     check_request(request)
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise bad_request(
+            f"stream_interval must be at least 1, got {request.stream_interval}", "stream_interval"
+        )
     _check_words(request)
 
 

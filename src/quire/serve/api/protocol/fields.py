@@ -35,6 +35,7 @@ class SamplingFields(RequestFields, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -95,7 +96,6 @@ class SamplingFields(RequestFields, kw_only=True):
     store: bool | None = None
     session_id: str | None = None
     vllm_xargs: Any = None
-    stream_interval: int | None = None
 
 
 class ConversationFields(SamplingFields, kw_only=True):

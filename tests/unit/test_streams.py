@@ -79,6 +79,34 @@ def test_tokens_are_taken_together_after_the_first_one() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_choice_does_not_wait_for_others(interval: int) -> None:
+    async def run() -> None:
+        requests = [EngineRequest(name, [1], SamplingParams(n=2)) for name in ("a", "b")]
+        state = RequestState("r", None, requests, None, 0.0)
+        generation = Generation([state], [], interval, lambda generation: None)
+        taken: list[list[int]] = []
+
+        def take() -> bool:
+            taken.append([token for _, delta in generation.take() for token in delta.token_ids])
+            return True
+
+        waiting = asyncio.ensure_future(generation.wait(take))
+        await asyncio.sleep(0)
+        for name, token, reason in [
+            ("a", 1, None),
+            ("b", 2, "length"),
+            *(("a", 3 + i, None) for i in range(6)),
+        ]:
+            state.apply(EngineOutput(name, [token], reason), 0.0)  # type: ignore[arg-type]
+            generation.changed(state)
+        assert taken[:2] == [[1], [2]], "the first token and the end of a choice wait for nothing"
+        assert [len(tokens) for tokens in taken[2:]] == [interval] * (6 // interval)
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
 def test_errors_are_those_of_who_waits() -> None:
     async def run() -> None:
         generation, state = opened()

@@ -159,6 +159,11 @@ class ChoiceOutput:
             stop_reason=self.stop_reason,
         )
 
+    def has_news(self, tokens: int) -> bool:
+        """Return whether the next delta has so many tokens, or is the first one, or the end."""
+        ends = self.finish_reason is not None and not self._end_taken
+        return ends or len(self.token_ids) - self._taken_tokens >= (tokens if self._taken_tokens else 1)
+
     def take_delta(self) -> CompletionOutput | None:
         """Return everything generated since the last call, or None if nothing was.
 

@@ -127,7 +127,7 @@ KERNEL decode_step(
         ((Vec4*)block.layers)[i] = load_once((const Vec4*)layers + i);
     // Columns beyond the last one are multiplied with zeros, so they must be finite.
     if (HIDDEN % CHUNK || ATTENDED % CHUNK || INTER % CHUNK)
-        for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16) 
+        for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16)
             *(Vec4*)(block.ring + at) = Vec4{0, 0, 0, 0};
     barriers_visible();
     sync_block();

@@ -40,18 +40,14 @@ class Generation:
         Args:
             states: the prompts.
             tracks: the accounts of all choices, in the order of their prompts.
-            interval: new tokens of each choice for which the waiting route is woken, after the first one; 0: only at the
-                end.
+            interval: new tokens of a choice for which the waiting route is woken, after the first one; 0: only at the end.
             on_end: called once, when everything is finished or an error ended it.
             forecast_s: the time to first token that was predicted when it was admitted; None for no prediction.
         """
         self.states, self.tracks, self.forecast_s = list(states), list(tracks), forecast_s
         self._choices = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
         self.error: ApiError | None = None  # why it ended early; its answers are void then
-        self._interval, self._due = (
-            interval * len(self._choices),
-            1,
-        )  # tokens, and their number at which to wake
+        self._interval = interval
         self._unfinished = len(self.states)  # prompts
         self._on_end: Callable[[Generation], None] | None = on_end
         self._loop = asyncio.get_running_loop()
@@ -112,8 +108,7 @@ class Generation:
             self._unfinished -= 1
         if self.finished:
             self._end()
-        elif self._interval and (tokens := self.completion_tokens) >= self._due:
-            self._due = tokens + self._interval
+        elif self._interval and any(answer.has_news(self._interval) for answer in state.answers):
             self._notify()
 
     def _notify(self) -> None:

@@ -1,6 +1,7 @@
 """Time the kernel that runs a whole decode step, and plot what its blocks do in a layer.
 
-    python benchmarks/persistent.py [--models Qwen3-0.6B ...] [--rows 1 2 4] [--contexts 384 2000] [--plot FILE] [--out FILE]
+    python benchmarks/persistent.py [--models Qwen3-0.6B ...] [--rows 1 2 4] [--contexts 384 2000]
+        [--weights bf16 fp8 fp8-block] [--plot FILE] [--out FILE]
 
 Weights are random. The floor is the time of the bytes that a step reads, at the bandwidth that `--bandwidth` names. The
 kernel alone is timed, without sampling; `quire bench compare` compares whole engines with it and without.
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from random_decoder import BLOCK, RandomDecoder
 
 from quire.bench.plots import new_figure, save_figure
 from quire.kernels.persistent.launch import DecodeStep, Mailbox, compile_ahead
-from quire.kernels.persistent.schedule import DecoderSizes, Schedule
+from quire.kernels.persistent.schedule import DecoderSizes, Schedule, WeightFormat
 
 MODELS = {
     "Qwen3-0.6B": DecoderSizes(1024, 16, 8, 128, 3072, 28, 151936, 1e-6, 128**-0.5, qk_norm=True),
@@ -47,15 +50,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--contexts", nargs="+", type=int, default=[384, 2000])
+    parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8", "fp8-block"], default=["bf16"])
     parser.add_argument("--bandwidth", type=float, default=4.29, help="TB/s")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device, results = torch.device("cuda"), []
-    for model in args.models:
-        for result in time_model(model, args.rows, args.contexts, args.bandwidth, device):
+    for model, weights in product(args.models, args.weights):
+        for result in time_model(model, weights, args.rows, args.contexts, args.bandwidth, device):
             print(
-                "{model} rows {rows} context {context}: {us:.1f} us, {of_floor:.0%} of the floor".format(
+                "{model} {weights} rows {rows} context {context}: {us:.1f} us, {of_floor:.0%} of the floor".format(
                     **result
                 ),
                 flush=True,
@@ -70,10 +74,16 @@ def main() -> None:
 
 
 def time_model(
-    model: str, rows: list[int], contexts: list[int], bandwidth: float, device: torch.device
+    model: str,
+    weights: WeightFormat,
+    rows: list[int],
+    contexts: list[int],
+    bandwidth: float,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return the times of the steps of a model in microseconds."""
-    sizes, blocks = MODELS[model], torch.cuda.get_device_properties(device).multi_processor_count
+    sizes = replace(MODELS[model], weights=weights)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
     schedules = [schedule for n in rows if (schedule := Schedule(sizes, n, BLOCK, blocks)).fits]
     with ThreadPoolExecutor() as pool:
         binaries = list(pool.map(compile_ahead, schedules))
@@ -86,9 +96,8 @@ def time_model(
             arguments = decoder.arguments(inputs, *decoder.results(schedule.rows))
             us = _microseconds(step, arguments)
             floor = _bytes_read(schedule, context) / bandwidth / 1e6
-            results.append(
-                {"model": model, "rows": schedule.rows, "context": context, "us": us, "of_floor": floor / us}
-            )
+            where = {"model": model, "weights": weights, "rows": schedule.rows, "context": context}
+            results.append({**where, "us": us, "of_floor": floor / us})
     return results
 
 

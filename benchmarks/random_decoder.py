@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.persistent.schedule import DecoderSizes
+from quire.quant.formats.convert import quantise_into
+from quire.quant.forms import Fp8Weight
+from quire.quant.layouts import Fp8Layout
 
 BLOCK = 16  # tokens of a KV block
 
@@ -34,10 +37,10 @@ class RandomDecoder:
         kv = blocks, s.kv_heads, BLOCK, dim
         self.layers = [
             {
-                "qkv": self._matrix(qkv_rows, s.hidden),
-                "out": self._matrix(s.hidden, s.heads * dim),
-                "gate_up": self._matrix(2 * s.intermediate, s.hidden),
-                "down": self._matrix(s.hidden, s.intermediate),
+                "qkv": self._weight(qkv_rows, s.hidden),
+                "out": self._weight(s.hidden, s.heads * dim),
+                "gate_up": self._weight(2 * s.intermediate, s.hidden),
+                "down": self._weight(s.hidden, s.intermediate),
                 "input_norm": self._normal(s.hidden) * 0.1 + 1,
                 "mlp_norm": self._normal(s.hidden) * 0.1 + 1,
                 "head_norms": self._normal(s.heads + s.kv_heads, dim) * 0.1 + 1,
@@ -57,15 +60,38 @@ class RandomDecoder:
         self.angles = torch.cat((angles.cos(), angles.sin()), 1).bfloat16()
         order = torch.randperm(blocks, generator=self.generator, device=device)
         self.table = order.view(slots, -1).int().contiguous()
-        self.pointers = torch.tensor([[w.data_ptr() for w in layer.values()] for layer in self.layers]).to(
-            device
-        )
+        self.pointers = torch.tensor([self._addresses(layer) for layer in self.layers]).to(device)
+
+    @staticmethod
+    def _addresses(layer: dict[str, torch.Tensor | Fp8Weight]) -> list[int]:
+        """Return the fields of `Layer` in parts.h."""
+        stored = [w.weight if isinstance(w, Fp8Weight) else w for w in layer.values()]
+        scales = [w.scale.data_ptr() if isinstance(w, Fp8Weight) else 0 for w in layer.values()]
+        return [w.data_ptr() for w in stored] + scales[:4]
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).bfloat16()
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
         return self._normal(rows, columns) * columns**-0.5
+
+    def _weight(self, rows: int, columns: int) -> torch.Tensor | Fp8Weight:
+        """Return a weight in the format of the sizes.
+
+        Scales of FP8 differ between rows or blocks, and the numbers of the first 128 rows are subnormal.
+        """
+        matrix = self._matrix(rows, columns)
+        if self.sizes.weights == "bf16":
+            return matrix
+        by_block = self.sizes.weights == "fp8-block"
+        weight = Fp8Layout(by_block, "none").allocate((), rows, columns, self.device)
+        quantise_into(weight, matrix)
+        factors = torch.rand(weight.scale.shape, generator=self.generator, device=self.device) + 0.5
+        weight.scale.mul_(factors)
+        first = weight.rows(0, 128)
+        first.weight.copy_(first.weight.float() / 2**15)
+        first.scale.mul_(2**15)
+        return weight
 
     def inputs(self, lengths: list[int]) -> DecodeInputs:
         """Return a step of rows with `lengths` older tokens, in slots drawn at random."""
@@ -109,7 +135,7 @@ class RandomDecoder:
         s, rows = self.sizes, len(step.ids)
         x, entries = self.embedding[step.ids], []
         for layer in self.layers:
-            qkv = F.linear(
+            qkv = _linear(
                 self._norm(x, layer["input_norm"]), layer["qkv"], layer["bias"] if s.qkv_bias else None
             )
             q, k, v = qkv.view(rows, -1, s.head_dim).split([s.heads, s.kv_heads, s.kv_heads], 1)
@@ -121,9 +147,9 @@ class RandomDecoder:
             attended = torch.stack(
                 [self._attend(layer, step, row, q[row], k[row], v[row]) for row in range(rows)]
             )
-            x = x + F.linear(attended.bfloat16(), layer["out"])
-            gate, up = F.linear(self._norm(x, layer["mlp_norm"]), layer["gate_up"]).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer["down"])
+            x = x + _linear(attended.bfloat16(), layer["out"])
+            gate, up = _linear(self._norm(x, layer["mlp_norm"]), layer["gate_up"]).chunk(2, -1)
+            x = x + _linear(F.silu(gate) * up, layer["down"])
         hidden = self._norm(x, self.final_norm)
         return hidden, F.linear(hidden, self.head), torch.stack(entries)
 
@@ -155,3 +181,12 @@ class RandomDecoder:
         )
         scores = torch.einsum("hd,thd->ht", q.float(), keys) * self.sizes.scale
         return torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if isinstance(weight, Fp8Weight):
+        y = F.linear(x.float(), weight.dequantised(), None if bias is None else bias.float())
+        return y.to(x.dtype)
+    return F.linear(x, weight, bias)

@@ -44,9 +44,13 @@ def generate(config: dict[str, Any], folder: Path, **settings: Any) -> list[list
     ]
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama, own head", "qwen3, tied head"])
+@pytest.mark.parametrize(
+    "config, quantization",
+    [(LLAMA, "auto"), (QWEN, "auto"), (LLAMA, "fp8"), (QWEN, "fp8-block")],
+    ids=["llama, own head", "qwen3, tied head", "fp8", "fp8 in blocks"],
+)
 def test_steps_as_one_kernel_agree_with_layers(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -58,10 +62,10 @@ def test_steps_as_one_kernel_agree_with_layers(
         launch(step, *arguments)
 
     monkeypatch.setattr(DecodeStep, "__call__", recorded)
-    found = generate(config, tmp_path / "model")
+    found = generate(config, tmp_path / "model", quantization=quantization)
     assert set(launched) == {1, 2, 4}
     launched.clear()
-    expected = generate(config, tmp_path / "model", persistent_kernel=False)
+    expected = generate(config, tmp_path / "model", quantization=quantization, persistent_kernel=False)
     assert not launched
     for ours, theirs in zip(found, expected, strict=True):
         compared = 0

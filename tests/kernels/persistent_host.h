@@ -107,6 +107,34 @@ inline u32 round_bf16(float x) {
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
+// fp16 of a number, rounded to nearest even, and back.
+inline u32 round_half(float x) {
+    const u32 sign = std::signbit(x) ? 0x8000 : 0;
+    if (!(std::fabs(x) < 65520)) return sign | (x == x ? 0x7c00 : 0x7e00);
+    const int exponent = std::fabs(x) < std::ldexp(1.0f, -14) ? -14 : std::ilogb(x);
+    const int steps = (int)std::nearbyint(std::ldexp(std::fabs(x), 10 - exponent));
+    return sign | (u32)(((exponent + 14) << 10) + steps);
+}
+inline float from_half(u32 bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float x = exponent == 31 ? (fraction ? NAN : INFINITY)
+                    : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
+                                   : std::ldexp((float)fraction, -24);
+    return bits & 0x8000 ? -x : x;
+}
+inline u32 pack_half(float low, float high) { return round_half(low) | round_half(high) << 16; }
+
+inline float from_fp8(u32 bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float x = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+    return (bits & 127) == 127 ? NAN : bits & 128 ? -x : x;
+}
+inline Pair unpack_fp8(u32 word) {
+    return Pair{pack_half(from_fp8(word & 255), from_fp8(word >> 8 & 255)),
+                pack_half(from_fp8(word >> 16 & 255), from_fp8(word >> 24))};
+}
+
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float divide(float x, float y) { return x / y; }
 inline float inverse_root(float x) { return 1 / sqrtf(x); }
@@ -137,6 +165,18 @@ inline u32 exchange_word(u32 x, int mask) { return shuffle_word(x, running->thre
 inline float shuffle_down(float x, int by) {
     const int from = running->thread % 32 + by;
     return exchange(x, from < 32 ? from : running->thread % 32);
+}
+inline bool elect_one() { return running->thread % 32 == 0; }
+inline u32 clock_cycles() {
+    yield();
+    return (u32)turns;
+}
+inline u32 warp_most(u32 x) {
+    for (int mask = 1; mask < 32; mask *= 2) {
+        const u32 other = exchange_word(x, mask);
+        x = other > x ? other : x;
+    }
+    return x;
 }
 inline bool any_lane(bool x) {
     Warp& warp = own_warp();
@@ -199,7 +239,12 @@ static void finish_copy() {
     settle(copy.barrier);
 }
 
-inline float half_of(u32 word, int which) { return as_float(which ? word & 0xffff0000u : word << 16); }
+template <bool HALF>
+inline float half_of(u32 word, int which) {
+    const u32 bits = which ? word >> 16 : word & 0xffffu;
+    return HALF ? from_half(bits) : as_float(bits << 16);
+}
+template <bool HALF = false>
 inline void multiply_add(float (&c)[4], const Vec4& a, u32 b0, u32 b1) {
     Warp& warp = own_warp();
     const int lane = running->thread % 32;
@@ -210,7 +255,7 @@ inline void multiply_add(float (&c)[4], const Vec4& a, u32 b0, u32 b1) {
         for (int j = 0; j < 2; j++)  // columns
             for (int t = 0; t < 4; t++)
                 for (int half = 0; half < 4; half++)
-                    c[2 * i + j] += half_of(warp.words[lane / 4 * 4 + t][i + half / 2 * 2], half % 2) *
-                                    half_of(warp.words[(lane % 4 * 2 + j) * 4 + t][4 + half / 2], half % 2);
+                    c[2 * i + j] += half_of<HALF>(warp.words[lane / 4 * 4 + t][i + half / 2 * 2], half % 2) *
+                                    half_of<HALF>(warp.words[(lane % 4 * 2 + j) * 4 + t][4 + half / 2], half % 2);
     sync_warp();
 }

@@ -44,7 +44,7 @@ extern "C" int run_step(
             turns++;
             swapcontext(&scheduler, &running->context);
             if (running->ended) left--;
-            if (copies.size() && draw() % 16 == 0) finish_copy();
+            if (copies.size() && draw() % 64 == 0) finish_copy();
         }
     }
     return failed;

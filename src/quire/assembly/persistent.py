@@ -14,7 +14,7 @@ import torch
 
 from quire.attention.base import ForwardBatch, KVLayer
 from quire.kernels.persistent.launch import DecodeStep, Mailbox, compile_ahead
-from quire.kernels.persistent.schedule import DecoderSizes, Schedule, takes
+from quire.kernels.persistent.schedule import DecoderSizes, Schedule, WeightFormat, takes
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -22,13 +22,15 @@ from quire.models.decoder import BriefSteps, DecoderModel
 from quire.models.layouts import DecoderLayer, SelfAttention
 from quire.models.spec import ModelSpec
 from quire.quant.few_rows import FewRowsMatmul
+from quire.quant.forms import Fp8Weight
+from quire.quant.packed_codes import PackedCodesMatmul
 
 log = logging.getLogger("quire")
 
-# Measured on an H200. Eight rows are faster layer by layer, and so are models whose kernels are all busy with memory, and
-# long contexts, for which attention layer by layer has better kernels.
+# Measured on an H200, with models of up to 15 GB. Eight rows are faster layer by layer, and so are long contexts, for which
+# attention layer by layer has better kernels.
 _ROWS = (1, 2, 4)  # of a step; a kernel is compiled for each
-_MOST_BYTES = 7 << 30  # of weights that a step reads
+_MOST_BYTES = 16 << 30  # of weights that a step reads
 _MOST_CONTEXT = 4096  # tokens of all rows together
 
 
@@ -77,7 +79,7 @@ class PersistentDecoder:
         hidden = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16, device=self._device)
         logits = torch.empty(rows, sizes.vocab, dtype=torch.bfloat16, device=self._device)
         self._step(rows)(
-            pointers, model.embed.table, model.norm.weight, _weight(_head_product(model)), batch.input_ids,
+            pointers, model.embed.table, model.norm.weight, _numbers(_head_product(model)), batch.input_ids,
             batch.positions, batch.kv_slots, batch.slots, batch.block_table, model.ropes[0].table, hidden, logits,
             batch.block_table.stride(0), batch.kv[0][0].stride(0),
         )  # fmt: skip
@@ -110,7 +112,7 @@ class PersistentDecoder:
         return step
 
     def _layer_pointers(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return the addresses of weights and KV blocks, int64 [layers, 10]; None if they are new while capturing."""
+        """Return the addresses of weights and KV blocks, int64 [layers, 14]; None if they are new while capturing."""
         key = tuple(tensors[0].data_ptr() for tensors in batch.kv)
         found = self._pointers.get(key)
         if found is None and not torch.cuda.is_current_stream_capturing():
@@ -124,7 +126,9 @@ def unsuited(model: object, device: torch.device) -> str:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU"
     if type(model) is not DecoderModel or not all(_is_plain(layer) for layer in model.layers):
-        return "it runs dense decoders of the Llama and Qwen families with bf16 weights only"
+        return "it runs dense decoders of the Llama and Qwen families only"
+    if _weight_format(model) is None:
+        return "weights of layers must be bf16, or all in one format of FP8"
     if unusual := _unusual(model.spec):
         return f"the model has {unusual}"
     if model.stage.count > 1 or model.head.parallel.size > 1:
@@ -133,12 +137,12 @@ def unsuited(model: object, device: torch.device) -> str:
         return "embedding and head must be bf16"
     sizes = decoder_sizes(model)
     if (read := step_bytes(sizes)) > _MOST_BYTES:
-        return f"its {read / 1e9:.1f} GB of weights are read as fast layer by layer"
+        return f"its {read / 1e9:.1f} GB of weights exceed {_MOST_BYTES / 1e9:.1f} GB"
     return takes(sizes)
 
 
 def step_bytes(sizes: DecoderSizes) -> int:
-    """Return the bytes of weights that a decode step reads, in bf16."""
+    """Return the bytes of weights that a decode step reads."""
     stages = {stage.name: stage.weight_bytes for stage in Schedule(sizes, 1, 1, 1).stages()}
     return stages.pop("head") + sizes.layers * sum(stages.values())
 
@@ -149,6 +153,7 @@ def decoder_sizes(model: DecoderModel) -> DecoderSizes:
     return DecoderSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.num_layers,
         spec.vocab_size, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,
+        _weight_format(model) or "bf16",
     )  # fmt: skip
 
 
@@ -179,12 +184,8 @@ def _is_plain(layer: object) -> bool:
     """Return whether a layer consists of the parts that the kernel knows."""
     if type(layer) is not DecoderLayer or type(layer.attn) is not SelfAttention:
         return False
-    if not isinstance(layer.mlp.layer, GatedMLP) or layer.attn.attention.span not in (
-        0,
-        layer.attn.attention.head_dim // 2,
-    ):
-        return False
-    return all(isinstance(linear.multiply, FewRowsMatmul) for linear in _linears(layer))
+    rotated = 0, layer.attn.attention.head_dim // 2
+    return isinstance(layer.mlp.layer, GatedMLP) and layer.attn.attention.span in rotated
 
 
 def _linears(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
@@ -200,25 +201,46 @@ def _head_product(model: DecoderModel) -> object:
     return head.multiply if isinstance(head, Linear) else head
 
 
-def _weight(product: object) -> torch.Tensor:
-    assert isinstance(product, FewRowsMatmul) and product.weight.dtype == torch.bfloat16
+def _weight_format(model: DecoderModel) -> WeightFormat | None:
+    """Return the format of the weights of all layers; None if the kernel does not read one, or they differ."""
+    formats = {_product_format(linear.multiply) for layer in model.layers for linear in _linears(layer)}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _product_format(product: object) -> WeightFormat | None:
+    if isinstance(product, FewRowsMatmul) and product.weight.dtype == torch.bfloat16:
+        return "bf16"
+    if isinstance(product, PackedCodesMatmul) and isinstance(product.form, Fp8Weight):
+        return "fp8-block" if product.form.by_block else "fp8"
+    return None
+
+
+def _numbers(product: object) -> torch.Tensor:
+    if isinstance(product, PackedCodesMatmul):
+        return product.numbers
+    assert isinstance(product, FewRowsMatmul)
     return product.weight
+
+
+def _scales(product: object) -> torch.Tensor | None:
+    form = product.form if isinstance(product, PackedCodesMatmul) else None
+    return form.scale if isinstance(form, Fp8Weight) else None
 
 
 def _addresses(layer: DecoderLayer, kv: tuple[torch.Tensor, ...]) -> list[int]:
     """Return the fields of `Layer` in parts.h."""
-    qkv, out, gate_up, down = _linears(layer)
-    attention = layer.attn
-    assert isinstance(attention, SelfAttention) and isinstance(qkv.multiply, FewRowsMatmul)
-    norms, bias = attention.head_norm, qkv.multiply.bias
-    first, second = attention.qkv.norm, layer.mlp.norm
+    products = [linear.multiply for linear in _linears(layer)]
+    attention, bias = layer.attn, getattr(products[0], "bias", None)
+    assert isinstance(attention, SelfAttention)
+    norms, first, second = attention.head_norm, attention.qkv.norm, layer.mlp.norm
     assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
     tensors = [
-        *(_weight(linear.multiply) for linear in (qkv, out, gate_up, down)),
+        *map(_numbers, products),
         first.weight,
         second.weight,
         None if norms is None else norms.weight,
         bias,
         *kv,
+        *map(_scales, products),
     ]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -353,8 +353,10 @@ DEVICE void attend_task(
     }
     constexpr int ITEMS = QUERIES * DIM;
     const bool alone = SPLITS == 1 || span.used == 1;
-    if (task.split < span.used)
+    if (task.split < span.used) {
         for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_warps(step, block, self, task, number, i, alone);
+        sync_consumers();  // the next product's sums take the place of what has been merged
+    }
     TRACE_AT(6);
     if (!alone)
         for (int i = self.thread; i < ITEMS; i += CONSUMERS) merge_splits(step, self, task, span.used, i);

@@ -27,6 +27,12 @@ DEVICE u64 nanoseconds() {
     return t;
 }
 
+DEVICE u32 clock_cycles() {
+    u32 t;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(t));
+    return t;
+}
+
 struct Spin {
     u32 count = 0;
     u64 start = 0;
@@ -55,6 +61,27 @@ DEVICE u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
+
+// Two fp16 in a word.
+DEVICE u32 pack_half(float low, float high) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+// Four e4m3 numbers as fp16, exactly.
+DEVICE Pair unpack_fp8(u32 word) {
+    Pair x;
+    asm("{\n.reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(x.x), "=r"(x.y)
+        : "r"(word));
+    return x;
+}
+
+DEVICE u32 warp_most(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 
 DEVICE float exp2_fast(float x) {
     float y;
@@ -123,6 +150,17 @@ DEVICE u32 load_counter(const u32* at) {
 
 DEVICE u32 add_counter(u32* at, u32 x) { return atomicAdd(at, x); }
 
+// Return true in one thread of a warp. Copies by such a thread need no loop over threads.
+DEVICE bool elect_one() {
+    u32 elected;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(elected));
+    return elected;
+}
+
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
 DEVICE void barrier_init(u64* barrier, u32 count) {
@@ -179,11 +217,18 @@ DEVICE void prefetch(const void* from, u32 bytes) {
 }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]. Of 8 columns of a row, lane i holds columns 0, 1, 4, 5 as row i / 4 of `a`, and
-// columns 2, 3, 6, 7 as row i / 4 + 8; and those of one of both as column i / 4 of `b`.
+// columns 2, 3, 6, 7 as row i / 4 + 8; and those of one of both as column i / 4 of `b`. Numbers are fp16 (HALF) or bf16.
+template <bool HALF = false>
 DEVICE void multiply_add(float (&c)[4], const Vec4& a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#define MULTIPLY_ADD(TYPE)                                                                                          \
+    asm volatile(                                                                                                   \
+        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%0, %1, %2, %3};"                                                                                         \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                            \
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1))
+    if constexpr (HALF)
+        MULTIPLY_ADD("f16");
+    else
+        MULTIPLY_ADD("bf16");
+#undef MULTIPLY_ADD
 }

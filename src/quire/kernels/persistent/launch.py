@@ -13,7 +13,7 @@ from quire.kernels.nvrtc import compiled
 from quire.kernels.persistent.schedule import Schedule
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("device.h", "parts.h", "multiply.h", "attention.h", "step.cu")
+_SOURCES = ("device.h", "parts.h", "ring.h", "multiply.h", "attention.h", "step.cu")
 
 
 def source(replaced: dict[str, str] | None = None) -> str:

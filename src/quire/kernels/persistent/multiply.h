@@ -8,12 +8,15 @@
 // to 15 the same rows with the other half. Columns 2 i and 2 i + 1 of `b` are the halves of row i of the input,
 // so the sum of a tile's row and row i is c[row][2 i] + c[row + 8][2 i + 1], which one lane holds. Columns that the rows
 // do not fill hold further pieces of 32 columns: a fragment then serves several pieces, each with sums of its own.
+//
+// A lane reads 16 bytes of a weight's row: 8 columns of bf16, or 16 of FP8, which are two such pieces. One instruction
+// makes two numbers of FP8 fp16, so inputs of such weights are fp16, too: a warp multiplies its own by the power of two
+// that brings the largest below 2^15.
 
 constexpr int FRAGMENT_ROWS = at_most(ROWS, 4);
 constexpr int FRAGMENTS = ROWS / FRAGMENT_ROWS;  // for the same columns
 constexpr int PARTS = 4 / FRAGMENT_ROWS;         // pieces in a fragment
-constexpr int CHUNK_FRAGMENTS = PIECES / PARTS * FRAGMENTS;
-constexpr int MOST_FRAGMENTS = MOST_CHUNKS * CHUNK_FRAGMENTS;  // of an input
+constexpr int MOST_FRAGMENTS = MOST_COLUMNS * ROWS / (128 * WARPS);  // of a warp's part of an input
 constexpr int POLLED = 8;                        // fragments that are polled together
 static_assert(ROWS == FRAGMENTS * FRAGMENT_ROWS && 4 == PARTS * FRAGMENT_ROWS, "1, 2, 4 or 8 rows");
 static_assert(PIECES % PARTS == 0, "a fragment serves one chunk");
@@ -36,6 +39,13 @@ DEVICE float row_sum(float x) {
     return x;
 }
 
+// Return 1 if a lane has two pieces of the 16 bytes that it reads at once, else 0.
+DEVICE int has_two_pieces(const Product& product) { return FORMAT == BF16 ? 0 : 2 - product.bytes; }
+
+// Return how many fragments a warp has of the inputs of a slot.
+DEVICE int slot_fragments(const Product& product) { return PIECES / PARTS * FRAGMENTS << has_two_pieces(product); }
+
+
 // Events: 0 to 7 in attention.h, 16 + 8 * kind + 0 to 5 here.
 #if TRACE
 #define TRACE_AT(event)                                                                                             \
@@ -51,16 +61,38 @@ DEVICE u32 times(u32 x, u32 gain, float& squares) {
     return pack_bf16(a * low_half(gain), b * high_half(gain));
 }
 
-DEVICE Pair load_gains(const u16* at) { return Pair{load_word32(at), load_word32(at + 4)}; }
+// Return the larger of `most` and the magnitudes of two bf16, all as bits of fp32.
+DEVICE int larger_bits(int most, u32 x) {
+    return at_least(at_least(most, (int)(x << 16 & 0x7fff0000u)), (int)(x & 0x7fff0000u));
+}
 
-// Load this warp's columns of the input into shared memory, as fragments; return the sums of their squares.
-DEVICE void load_inputs(
+DEVICE u32 to_half(u32 x, float factor) { return pack_half(low_half(x) * factor, high_half(x) * factor); }
+
+// Turn a warp's inputs from bf16 into fp16, and return what undoes their factor. This lane has seen none beyond `most`.
+DEVICE float scale_inputs(Pair* inputs, int count, const Consumer& self, int most) {
+    constexpr int BIAS = 127;
+    const int exponent = (int)(warp_most((u32)most) >> 23) - BIAS;
+    const int power = at_most(14 - exponent, BIAS);  // of two
+    const float factor = as_float((u32)(power + BIAS) << 23);
+#pragma unroll 4
+    for (int i = 0; i < count; i++) {
+        const Pair x = inputs[i * 32 + self.lane];
+        inputs[i * 32 + self.lane] = Pair{to_half(x.x, factor), to_half(x.y, factor)};
+    }
+    return as_float((u32)(BIAS - power) << 23);
+}
+
+// Load this warp's columns of the input into shared memory, as fragments, and the sums of their squares; return by what
+// products must be multiplied.
+DEVICE float load_inputs(
     const Step& step, const Consumer& self, const Product& product, u32 tag, const u16* gains, Pair* inputs,
     float (&squares)[FRAGMENTS]) {
     constexpr int N = at_most(POLLED, MOST_FRAGMENTS);
     static_assert(N % FRAGMENTS == 0, "fragment i of each turn has the same rows");
     const u64* mail = step.mail + own_copy(self.block) + product.input;
-    const int count = product.chunks * CHUNK_FRAGMENTS;
+    const int count = product.chunks * slot_fragments(product);
+    const int shift = has_two_pieces(product);
+    int most = 0;
 #pragma unroll 1
     for (int first = 0; first < count; first += N) {
         u32 part[N][2];
@@ -68,35 +100,39 @@ DEVICE void load_inputs(
         const u64* from[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const int fragment = (first + i) / FRAGMENTS, chunk = fragment / (PIECES / PARTS);
-            const int piece = self.warp * PIECES + fragment % (PIECES / PARTS) * PARTS + self.part;
-            const int column = chunk * CHUNK + piece * 32 + self.quarter * 8 + self.half * 4;
+            const int fragment = (first + i) / FRAGMENTS, chunk = fragment / (PIECES / PARTS) >> shift;
+            const int piece = (fragment - (chunk * (PIECES / PARTS) << shift)) * PARTS + self.part;
+            const int second = piece & shift, before = (chunk * WARPS + self.warp) * PIECES << shift;
+            const int column =
+                (before + piece - second) * 32 + (self.quarter << shift) * 8 + second * 8 + self.half * 4;
             const int row = self.row + (first + i) % FRAGMENTS * FRAGMENT_ROWS;
             const bool exists = first + i < count && column < product.columns;
             from[i] = exists ? mail + (row * product.columns + column) / 2 : nullptr;
             part[i][0] = part[i][1] = 0, gain[i] = Pair{0, 0};
-            if (product.normed && exists) gain[i] = load_gains(gains + column / 8 * 8 + self.half * 2);
+            if (product.normed && exists) gain[i] = load_pair(gains + column);
         }
         receive<N>(part, [&](int i) { return from[i]; }, tag, 10);
         sync_warp();
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            // This lane has two words of the first or second half of 8 columns, and needs those that lie as `a` has them.
-            const u32 other = exchange_word(self.half ? part[i][0] : part[i][1], 4);
-            Pair x = self.half ? Pair{other, part[i][1]} : Pair{part[i][0], other};
+            Pair x = Pair{part[i][0], part[i][1]};
             if (product.normed) {
                 float& sum = squares[i % FRAGMENTS];
                 x = Pair{times(x.x, gain[i].x, sum), times(x.y, gain[i].y, sum)};
             }
-            if (first + i < count) inputs[(first + i) * 32 + self.lane] = x;
+            if (shift) most = larger_bits(larger_bits(most, x.x), x.y);
+            // This lane has the first or second half of 8 columns, and needs those that lie as `a` has them.
+            const u32 other = exchange_word(self.half ? x.x : x.y, 4);
+            if (first + i < count) inputs[(first + i) * 32 + self.lane] = self.half ? Pair{other, x.y} : Pair{x.x, other};
         }
     }
     sync_warp();
+    return shift ? scale_inputs(inputs, count, self, most) : 1.0f;
 }
 
 DEVICE float silu(float x) { return divide(x, 1.0f + exp2_fast(-1.4426950408889634f * x)); }
 
-// Finish result `i` of a group of tiles: `sum` is the product, `scale` the factor of the norm in front.
+// Finish result `i` of a group of tiles: `sum` is the product, `scale` the factor of the norm in front and of the weight.
 DEVICE void finish(
     const Step& step, const Block& block, const Consumer& self, Kind kind, const Product& product, int layer, int group,
     int i, bool valid, float sum, float scale) {
@@ -127,31 +163,65 @@ DEVICE void finish(
 
 using Products = float[FRAGMENTS][PARTS][4];
 
-// Multiply a chunk of the input with the next slot of the ring.
-DEVICE void multiply_slot(Products& products, const Pair* inputs, const Block& block, Consumer& self) {
-    const char* tile = block.ring + self.place.slot * SLOT_BYTES + self.lane / 4 * ROW_BYTES +
-                       (self.warp * PIECES * 32 + self.quarter * 8) * 2;
+// Multiply-add piece `number` of a slot, in bf16 or fp16, whose fragments are `in`.
+template <bool HALF>
+DEVICE void multiply_piece(Products& products, const Vec4& weights, const Pair* in, int number) {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        const Pair x = in[number / PARTS * FRAGMENTS + f];
+        multiply_add<HALF>(products[f][number % PARTS], weights, x.x, x.y);
+    }
+}
+
+// Multiply-add the two pieces of FP8 numbers that lanes read at once.
+DEVICE void multiply_two_pieces(Products& products, const Vec4& read, const Pair* in, int number) {
+    const Pair x = unpack_fp8(read.x), y = unpack_fp8(read.y), z = unpack_fp8(read.z), w = unpack_fp8(read.w);
+    multiply_piece<true>(products, Vec4{x.x, x.y, y.x, y.y}, in, number);
+    multiply_piece<true>(products, Vec4{z.x, z.y, w.x, w.y}, in, number + 1);
+}
+
+// Multiply a chunk of the input with the next slot of the ring, of numbers of `WIDTH` bytes.
+// `scales` are a lane's of `BlockScales`.
+template <int WIDTH>
+DEVICE void multiply_slot(
+    Products& products, const Pair* inputs, const Block& block, Consumer& self, int chunk, float scales) {
+    constexpr int COUNT = PIECES / PARTS * FRAGMENTS * 2 / WIDTH;
+    const char* tile = block.ring + self.place.slot * SLOT_BYTES + self.lane / 4 * ROW_BYTES;
+    const char* own = tile + (self.warp * PIECES * 4 + self.quarter) * 16;
     while (!barrier_passed(&block.full[self.place.slot], self.place.parity)) {}
     Vec4 weights[PIECES];
-    Pair in[CHUNK_FRAGMENTS];
+    Pair in[COUNT];
 #pragma unroll
-    for (int p = 0; p < PIECES; p++) weights[p] = *(const Vec4*)(tile + 64 * p);
+    for (int p = 0; p < PIECES; p++) weights[p] = *(const Vec4*)(own + 64 * p);
 #pragma unroll
-    for (int i = 0; i < CHUNK_FRAGMENTS; i++) in[i] = inputs[i * 32];
+    for (int i = 0; i < COUNT; i++) in[i] = inputs[i * 32];
+    if constexpr (WIDTH == 2) {
 #pragma unroll
-    for (int p = 0; p < PIECES; p++)
+        for (int p = 0; p < PIECES; p++) multiply_piece<false>(products, weights[p], in, p);
+    } else if constexpr (FORMAT == FP8_ROWS) {
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-            const Pair x = in[p / PARTS * FRAGMENTS + f];
-            multiply_add(products[f][p % PARTS], weights[p], x.x, x.y);
+        for (int p = 0; p < PIECES; p++) multiply_two_pieces(products, weights[p], in, 2 * p);
+    } else {
+#pragma unroll
+        for (int p = 0; p < PIECES; p += 2) {
+            Products unscaled = {};
+            multiply_two_pieces(unscaled, weights[p], in, 2 * p);
+            multiply_two_pieces(unscaled, weights[p + 1], in, 2 * p + 2);
+            const float scale = shuffle_from(scales, self.lane / 16 * 16 + chunk * (PIECES / 2) + p / 2);
+#pragma unroll
+            for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+                for (int i = 0; i < PARTS; i++)
+                    products[f][i][0] += scale * (unscaled[f][i][0] + unscaled[f][i][3]);
         }
+    }
     sync_warp();
     if (self.lane == 0) barrier_arrive(&block.empty[self.place.slot]);
     self.place.advance();
 }
 
 // Write a warp's sums of a tile: lane i has those of its row i / 4 with row and part i % 4 of the input.
-DEVICE void write_tile(const Products& products, float* to, const Consumer& self) {
+DEVICE void write_tile(const Products& products, float factor, float* to, const Consumer& self) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
         float sum = 0;
@@ -160,7 +230,7 @@ DEVICE void write_tile(const Products& products, float* to, const Consumer& self
             const float of_part = products[f][i][0] + products[f][i][3];
             sum = i == self.quarter / FRAGMENT_ROWS ? of_part : sum;
         }
-        to[f * 32] = sum;
+        to[f * 32] = sum * factor;
     }
 }
 
@@ -172,6 +242,36 @@ DEVICE float sum_of_parts(const Vec4& x, int row) {
     return row == 0 ? a : row == 1 ? b : row == 2 ? c : d;
 }
 
+// Load this lane's share of the scales of a tile of blocks: lanes below 16 have those of the tile's first half of rows
+// and the warp's columns, in order, the others those of the second half.
+DEVICE float load_block_scale(
+    const Block& block, const Consumer& self, Kind kind, const Product& product, int layer, int own) {
+    const int i = self.lane % 16, chunk = i / (PIECES / 2);
+    const int column = (chunk * WARPS + self.warp) * (PIECES / 2) + i % (PIECES / 2);  // in blocks
+    const int columns = product.columns / SCALE_BLOCK;
+    if (FORMAT != FP8_BLOCKS || kind == HEAD || column >= columns) return 0;
+    const int row = tile_row(kind, tile_of(product, self.block, own), self.lane / 16 * (TILE / 2)) / SCALE_BLOCK;
+    return as_float(load_word32(block.layers[layer].scales[kind] + row * columns + column));
+}
+
+constexpr int RESULTS_EACH = ceil_div(GROUP * ROWS * TILE, CONSUMERS);  // of a group, that a thread finishes
+
+// Load the scales of the rows whose results this thread finishes: early, because it is a trip to memory.
+DEVICE void load_scales(
+    float (&scales)[RESULTS_EACH], const Block& block, const Consumer& self, Kind kind, const Product& product,
+    int layer, int group, int count) {
+    const bool has_scales = FORMAT == FP8_ROWS && kind != HEAD;
+#pragma unroll
+    for (int n = 0; n < RESULTS_EACH; n++) {
+        const int i = n * CONSUMERS + self.thread, own = group + i / (TILE * ROWS);
+        scales[n] = 1;
+        if (has_scales && own < count && i < GROUP * ROWS * TILE) {
+            const int row = tile_row(kind, tile_of(product, self.block, own), i % TILE);
+            scales[n] = as_float(load_word32(block.layers[layer].scales[kind] + row));
+        }
+    }
+}
+
 // Multiply the input with this block's tiles of a weight, and send the results to the next stage's mailbox.
 DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind kind, int layer, const u16* gains) {
     const Product product = PRODUCTS[kind];
@@ -179,8 +279,11 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
     TRACE_AT(16 + kind * 8);
     if (count == 0) return;
     Pair* inputs = block.inputs + self.warp * (MOST_FRAGMENTS * 32);
-    float squares[FRAGMENTS] = {};
-    load_inputs(step, self, product, kind == QKV || kind == HEAD ? self.tag - 1 : self.tag, gains, inputs, squares);
+    float squares[FRAGMENTS] = {}, scales[RESULTS_EACH];
+    load_scales(scales, block, self, kind, product, layer, 0, count);
+    float block_scale = load_block_scale(block, self, kind, product, layer, 0);
+    const float factor = load_inputs(
+        step, self, product, kind == QKV || kind == HEAD ? self.tag - 1 : self.tag, gains, inputs, squares);
     TRACE_AT(17 + kind * 8);
 #pragma unroll 1
     for (int group = 0; group < count; group += GROUP) {
@@ -189,10 +292,17 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
 #pragma unroll 1
         for (int tile = group; tile < end; tile++) {
             Products products = {};
+            const float next_scale = load_block_scale(block, self, kind, product, layer, at_most(tile + 1, count - 1));
 #pragma unroll 1
-            for (int chunk = 0; chunk < product.chunks; chunk++)
-                multiply_slot(products, inputs + chunk * CHUNK_FRAGMENTS * 32 + self.lane, block, self);
-            write_tile(products, sums, self);
+            for (int chunk = 0; chunk < product.chunks; chunk++) {
+                const Pair* part = inputs + chunk * slot_fragments(product) * 32 + self.lane;
+                if (FORMAT == BF16 || kind == HEAD)
+                    multiply_slot<2>(products, part, block, self, chunk, block_scale);
+                else
+                    multiply_slot<1>(products, part, block, self, chunk, block_scale);
+            }
+            block_scale = next_scale;
+            write_tile(products, factor, sums, self);
             sums += FRAGMENTS * 32;
         }
         TRACE_AT(18 + kind * 8);
@@ -208,9 +318,10 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
         sync_consumers();
         TRACE_AT(20 + kind * 8);
         const int results = (end - group) * ROWS * TILE;
-#pragma unroll 1
-        for (int base = self.warp * 32; base < results; base += CONSUMERS) {
-            const int i = base + self.lane;
+#pragma unroll
+        for (int n = 0; n < RESULTS_EACH; n++) {
+            const int base = n * CONSUMERS + self.warp * 32, i = base + self.lane;
+            if (base >= results) break;
             const bool valid = i < results;
             const int column = i % TILE, row = i / TILE % ROWS, tile = valid ? i / (TILE * ROWS) : 0;
             const char* from = (const char*)(block.sums + self.turn * WARPS * SUMS + tile * FRAGMENTS * 32 +
@@ -222,9 +333,10 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
                 value += sum_of_parts(*(const Vec4*)(from + w * SUMS * 4), row % FRAGMENT_ROWS);
                 total += norms[w * ROWS];
             }
-            const float scale = product.normed ? inverse_root(total * product.part + (float)EPS) : 1.0f;
-            finish(step, block, self, kind, product, layer, group, i, valid, value, scale);
+            const float norm = product.normed ? inverse_root(total * product.part + (float)EPS) : 1.0f;
+            finish(step, block, self, kind, product, layer, group, i, valid, value, norm * scales[n]);
         }
+        load_scales(scales, block, self, kind, product, layer, end, count);
         self.turn ^= 1;
     }
     TRACE_AT(21 + kind * 8);

@@ -1,10 +1,11 @@
-// Sizes, mailboxes, the ring of weight tiles.
+// Sizes, mailboxes, and what a block has in shared memory.
 //
 // Set by the host (schedule.py): HIDDEN, HEADS, KV_HEADS, DIM, INTER, LAYERS, VOCAB (0: no head), ROWS, BLOCK_SIZE,
-// QK_NORM, QKV_BIAS, EPS, SCALE, BLOCKS, WARPS, PIECES, SLOTS, GROUP_ROWS, COPIES,
-// SPLITS, SHARED.
+// QK_NORM, QKV_BIAS, EPS, SCALE, FORMAT, BLOCKS, WARPS, PIECES, SLOTS, PACE,
+// GROUP (tiles that are summed over warps together), COPIES, SPLITS, SHARED.
 
 enum Kind { QKV, OUT, GATE_UP, DOWN, HEAD };
+enum Format { BF16, FP8_ROWS, FP8_BLOCKS };  // of the layers' weights, by what a scale belongs to; the head has bf16
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
@@ -12,19 +13,20 @@ constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
 constexpr int QKV_ROWS = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int ATTENDED = HEADS * DIM;
-constexpr int TILE = 8;                     // rows of a weight that are multiplied together
-constexpr int CHUNK = WARPS * PIECES * 32;  // columns of a tile in one slot of the ring
-constexpr int ROW_BYTES = CHUNK * 2 + 64;   // 64 bytes apart, neighbouring rows use different banks
+constexpr int TILE = 8;                           // rows of a weight that are multiplied together
+constexpr int CHUNK_BYTES = WARPS * PIECES * 64;  // of a row of a tile in one slot of the ring
+constexpr int ROW_BYTES = CHUNK_BYTES + 64;       // 64 bytes apart, neighbouring rows use different banks
 constexpr int SLOT_BYTES = TILE * ROW_BYTES;
-constexpr int GROUP = GROUP_ROWS / ROWS > 1 ? GROUP_ROWS / ROWS : 1;  // tiles that are summed over warps together
-constexpr int SUMS = GROUP * at_least(ROWS, 4) * TILE;  // sums of a warp in such a group
+constexpr int SCALE_BLOCK = 128;                  // rows and columns of a block with one scale
+constexpr int SUMS = GROUP * at_least(ROWS, 4) * TILE;  // sums of a warp in a group of tiles
 
 struct Layer {
-    const u16* weights[4];                  // by `Kind`, [rows, columns]
+    const char* weights[4];                 // by `Kind`, [rows, columns]
     const u16 *input_norm, *mlp_norm;       // [HIDDEN]
     const u16* head_norms;                  // [HEADS + KV_HEADS, DIM]
     const u16* bias;                        // [QKV_ROWS]
     u16 *keys, *values;                     // [block, KV_HEADS, BLOCK_SIZE, DIM]
+    const float* scales[4];                 // of weights in FP8: [rows], or [rows / 128, columns / 128] of blocks
 };
 
 struct Step {
@@ -67,25 +69,34 @@ constexpr int MAIL_WORDS = PARTIAL_BOX + TASKS * PARTIAL;
 // answer all blocks one after the other: blocks share the work of reading COPIES of them.
 DEVICE int own_copy(int block) { return block % COPIES * MAIL_WORDS; }
 
+constexpr int BYTES = FORMAT == BF16 ? 2 : 1;  // of a number of a layer's weight
+
 struct Product {
-    int columns, chunks, tiles;
+    int columns, bytes, chunks, tiles;
     int apart, step;           // tiles between the first ones of two blocks, and between two of a block
     int input, output, width;  // mailboxes, columns of the results
     bool normed;               // whether the input passes an RMS norm
     float part;                // of a column in the mean of a row
 };
 
-constexpr int chunks(int columns) { return ceil_div(columns, CHUNK); }
+constexpr int chunks(int columns, int bytes) { return ceil_div(columns * bytes, CHUNK_BYTES); }
 constexpr int share(int tiles) { return ceil_div(tiles, BLOCKS); }
 
 CONSTANT Product PRODUCTS[5] = {
-    {HIDDEN, chunks(HIDDEN), QKV_ROWS / TILE, share(QKV_ROWS / TILE), 1, STREAM_BOX, QKV_BOX, QKV_ROWS, true, 1.0f / HIDDEN},
-    {ATTENDED, chunks(ATTENDED), HIDDEN / TILE, share(HIDDEN / TILE), 1, ATTENDED_BOX, MIDDLE_BOX, HIDDEN, false, 1.0f / ATTENDED},
-    {HIDDEN, chunks(HIDDEN), 2 * INTER / TILE, share(2 * INTER / TILE), 1, MIDDLE_BOX, GATED_BOX, INTER, true, 1.0f / HIDDEN},
-    {INTER, chunks(INTER), HIDDEN / TILE, share(HIDDEN / TILE), 1, GATED_BOX, STREAM_BOX, HIDDEN, false, 1.0f / INTER},
-    {HIDDEN, chunks(HIDDEN), VOCAB / TILE, 1, BLOCKS, STREAM_BOX, 0, VOCAB, true, 1.0f / HIDDEN},
+    {HIDDEN, BYTES, chunks(HIDDEN, BYTES), QKV_ROWS / TILE, share(QKV_ROWS / TILE), 1,
+     STREAM_BOX, QKV_BOX, QKV_ROWS, true, 1.0f / HIDDEN},
+    {ATTENDED, BYTES, chunks(ATTENDED, BYTES), HIDDEN / TILE, share(HIDDEN / TILE), 1,
+     ATTENDED_BOX, MIDDLE_BOX, HIDDEN, false, 1.0f / ATTENDED},
+    {HIDDEN, BYTES, chunks(HIDDEN, BYTES), 2 * INTER / TILE, share(2 * INTER / TILE), 1,
+     MIDDLE_BOX, GATED_BOX, INTER, true, 1.0f / HIDDEN},
+    {INTER, BYTES, chunks(INTER, BYTES), HIDDEN / TILE, share(HIDDEN / TILE), 1,
+     GATED_BOX, STREAM_BOX, HIDDEN, false, 1.0f / INTER},
+    {HIDDEN, 2, chunks(HIDDEN, 2), VOCAB / TILE, 1, BLOCKS, STREAM_BOX, 0, VOCAB, true, 1.0f / HIDDEN},
 };
-constexpr int MOST_CHUNKS = at_least(chunks(HIDDEN), at_least(chunks(ATTENDED), chunks(INTER)));
+// Columns of an input, rounded up to whole slots.
+constexpr int padded(int columns, int bytes) { return chunks(columns, bytes) * CHUNK_BYTES / bytes; }
+constexpr int MOST_COLUMNS = at_least(
+    at_least(padded(HIDDEN, BYTES), padded(HIDDEN, 2)), at_least(padded(ATTENDED, BYTES), padded(INTER, BYTES)));
 
 DEVICE float low_half(u32 word) { return as_float(word << 16); }
 DEVICE float high_half(u32 word) { return as_float(word & 0xffff0000u); }
@@ -105,19 +116,20 @@ DEVICE void send(const Step& step, i64 at, u64 word, bool to_all) {
 template <int N, class At>
 DEVICE void receive(u32 (&parts)[N][2], At at, u32 tag, int place) {
     Spin spin;
-    while (true) {
+    u32 missing = 0;  // what has arrived is not read again: reads delay each other
+#pragma unroll
+    for (int i = 0; i < N; i++) missing |= at(i) ? 1u << i : 0u;
+    while (missing) {
         u64 words[N][2];
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (const u64* from = at(i)) load_words(from, words[i][0], words[i][1]);
-        bool complete = true;
+            if (missing >> i & 1) load_words(at(i), words[i][0], words[i][1]);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (at(i)) {
-                complete &= has_tag(words[i][0], tag) & has_tag(words[i][1], tag);
+            if (missing >> i & 1) {
                 parts[i][0] = (u32)words[i][0], parts[i][1] = (u32)words[i][1];
+                if (has_tag(words[i][0], tag) & has_tag(words[i][1], tag)) missing &= ~(1u << i);
             }
-        if (complete) return;
         spin.wait(place);
     }
 }
@@ -147,7 +159,7 @@ struct Block {
     u16* heads;        // [QUERIES + 2, DIM]: queries, new key, new value of an attention task
     float* attended;   // [WARPS, QUERIES, DIM]: of the warps of an attention task
     float* stats;      // [WARPS, QUERIES, 2]: top score, sum of exponentials
-    float* sums;       // [2, WARPS, SUMS]: of the warps of a product
+    float* sums;       // [2, WARPS, SUMS]: of the warps of a product, in the same memory as the former two
     float* squares;    // [2, WARPS, ROWS]
     float* stream;     // residual stream of the rows of weights that this block multiplies
     Layer* layers;     // [LAYERS]
@@ -157,17 +169,17 @@ struct Block {
 constexpr int OWN_TILES = ceil_div(HIDDEN / TILE, BLOCKS);
 constexpr int FULL_AT = SLOTS * SLOT_BYTES;
 constexpr int INPUTS_AT = FULL_AT + ceil_div(2 * SLOTS * 8, 128) * 128;
-constexpr int INPUT_BYTES = MOST_CHUNKS * CHUNK * ROWS * 2;
+constexpr int INPUT_BYTES = MOST_COLUMNS * ROWS * 2;
 constexpr int HEADS_AT = INPUTS_AT + INPUT_BYTES;
 constexpr int ATTENDED_AT = HEADS_AT + (QUERIES + 2) * DIM * 2;
 constexpr int STATS_AT = ATTENDED_AT + WARPS * QUERIES * DIM * 4;
-constexpr int SUMS_AT = STATS_AT + WARPS * QUERIES * 2 * 4;
+constexpr int SUMS_AT = ATTENDED_AT;
 constexpr int SQUARES_AT = SUMS_AT + 2 * WARPS * SUMS * 4;
-constexpr int STREAM_AT = SQUARES_AT + 2 * WARPS * ROWS * 4;
+constexpr int STREAM_AT = at_least(STATS_AT + WARPS * QUERIES * 2 * 4, SQUARES_AT + 2 * WARPS * ROWS * 4);
 constexpr int LAYERS_AT = STREAM_AT + OWN_TILES * ROWS * TILE * 4;
-constexpr int STEP_AT = LAYERS_AT + LAYERS * 80;
+constexpr int STEP_AT = LAYERS_AT + LAYERS * 112;
 constexpr int SHARED_BYTES = STEP_AT + 160;
-static_assert(sizeof(Layer) == 80 && sizeof(Step) <= 160, "as schedule.py counts");
+static_assert(sizeof(Layer) == 112 && sizeof(Step) <= 160, "as schedule.py counts");
 static_assert(SHARED_BYTES <= SHARED, "schedule.py counts shared memory differently");
 
 DEVICE Block shared_parts() {
@@ -186,52 +198,4 @@ DEVICE Block shared_parts() {
     block.layers = (Layer*)(base + LAYERS_AT);
     block.step = (Step*)(base + STEP_AT);
     return block;
-}
-
-// ---------------------------------------------------------------------------------------------- ring of weight tiles
-
-struct Place {  // of a producer or consumer in the ring
-    int slot = 0;
-    u32 parity = 0;
-    DEVICE void advance() {
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
-    }
-};
-
-// A block has neighbouring tiles, because blocks that write to the same lines of a mailbox delay its readers. Logits go
-// to no mailbox, and blocks read what lies together. All products with HIDDEN rows give a block the same rows.
-DEVICE int own_tiles(const Product& product, int block) {
-    const int left = product.tiles - block * product.apart;
-    return product.step == 1 ? at_least(at_most(left, product.apart), 0) : ceil_div(left, BLOCKS);
-}
-
-DEVICE int tile_of(const Product& product, int block, int own) { return block * product.apart + own * product.step; }
-
-// Row `lane` of a tile. Of gate and up, a tile has the same four rows.
-DEVICE int tile_row(Kind kind, int tile, int lane) {
-    if (kind != GATE_UP) return tile * TILE + lane;
-    return tile * (TILE / 2) + (lane < TILE / 2 ? lane : INTER + lane - TILE / 2);
-}
-
-// Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them.
-DEVICE void produce(
-    Kind kind, const u16* weight, const Block& block, Place& place, int number, int lane, u64 policy) {
-    const Product product = PRODUCTS[kind];
-#pragma unroll 1
-    for (int own = 0; own < own_tiles(product, number); own++) {
-        const int tile = tile_of(product, number, own);
-        const u16* row = weight + (i64)tile_row(kind, tile, lane % TILE) * product.columns;
-#pragma unroll 1
-        for (int column = 0; column < product.columns; column += CHUNK) {
-            const u32 bytes = at_most(CHUNK, product.columns - column) * 2;
-            barrier_wait(&block.empty[place.slot], place.parity ^ 1, 1);
-            if (lane == 0) barrier_expect(&block.full[place.slot], TILE * bytes);
-            sync_warp();
-            if (lane < TILE)
-                copy_in_background(
-                    block.ring + place.slot * SLOT_BYTES + lane * ROW_BYTES, row + column, bytes,
-                    &block.full[place.slot], policy);
-            place.advance();
-        }
-    }
 }

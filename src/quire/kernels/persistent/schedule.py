@@ -1,17 +1,22 @@
 """The schedule of a decode step: which sizes the kernel is compiled for, and what each block does in each stage.
 
-`Schedule.of` chooses the sizes from a model's and the device's figures. The kernel derives the same tasks from these
-constants (parts.h, attention.h); `stages` lists them for documentation and tests.
+The kernel derives the same tasks from the constants of a `Schedule` (parts.h, attention.h); `stages` lists them for
+documentation and tests.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
+
+WeightFormat = Literal["bf16", "fp8", "fp8-block"]
+_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "fp8-block")  # as `Format` in parts.h
 
 _TILE = 8  # rows of a weight that are multiplied together
 _LARGEST_SPLIT = 16
 _MOST_SLOTS, _LEAST_SLOTS = 64, 4
+_MOST_BLOCK_COLUMNS = 16384  # whose scales of blocks a warp's lanes hold
 _SMALL_INPUT = 8192  # columns times rows: measured on an H200
 _SHARED_BYTES = 232_448 - 1024  # of a block on Hopper, without what the driver takes
 MOST_ROWS = 8  # rows of a matrix unit's fragment
@@ -19,7 +24,7 @@ MOST_ROWS = 8  # rows of a matrix unit's fragment
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes of a dense decoder."""
+    """The sizes of a dense decoder, and the format of its layers' weights. The head has bf16."""
 
     hidden: int
     heads: int
@@ -32,6 +37,12 @@ class DecoderSizes:
     scale: float  # of scores
     qk_norm: bool = False
     qkv_bias: bool = False
+    weights: WeightFormat = "bf16"
+
+    @property
+    def number_bytes(self) -> int:
+        """Return the bytes of a number of a layer's weight."""
+        return 2 if self.weights == "bf16" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +64,21 @@ class Schedule:
     rows: int
     block_size: int  # of the KV cache
     blocks: int
-    warps: int = 8
-    pieces: int = 4  # of 32 columns for each warp, in a slot of the ring
-    group_rows: int = 8  # tiles times rows that are summed over warps together
+    warps: int = 8  # that multiply
+    pace: int = 850  # cycles between copies to two slots: measured on an H200, whose memory delivers a slot in as many
+    pieces: int = 4  # of 64 bytes of a row for each warp, in a slot of the ring
     trace: bool = False
     most_slots: int = _MOST_SLOTS
 
     @property
-    def chunk(self) -> int:
-        """Return the columns of a slot."""
-        return self.warps * self.pieces * 32
+    def chunk_bytes(self) -> int:
+        """Return the bytes of a row in a slot."""
+        return self.warps * self.pieces * 64
+
+    def _padded(self, columns: int, number_bytes: int) -> int:
+        """Return columns rounded up to whole slots."""
+        chunk = self.chunk_bytes // number_bytes
+        return -(-columns // chunk) * chunk
 
     @property
     def share(self) -> int:
@@ -108,18 +124,25 @@ class Schedule:
         )
 
     @property
+    def group(self) -> int:
+        """Return how many tiles are summed over warps together."""
+        return max(8 // self.rows, 4)
+
+    @property
     def slot_bytes(self) -> int:
-        return _TILE * (self.chunk * 2 + 64)
+        return _TILE * (self.chunk_bytes + 64)
 
     @property
     def _other_bytes(self) -> int:
         """Return the shared memory beside the ring, with barriers of up to 64 slots."""
-        s, group = self.sizes, max(self.group_rows // self.rows, 1)
-        attended = self.warps * self.queries * (s.head_dim + 2) * 4 + (self.queries + 2) * s.head_dim * 2
-        sums = 2 * self.warps * (max(self.rows, 4) * group * _TILE + self.rows) * 4
+        s = self.sizes
+        heads = (self.queries + 2) * s.head_dim * 2
+        attended = self.warps * self.queries * (s.head_dim + 2) * 4
+        sums = 2 * self.warps * (max(self.rows, 4) * self.group * _TILE + self.rows) * 4
         stream = -(-s.hidden // _TILE // self.blocks) * self.rows * _TILE * 4
-        inputs = -(-self.widest // self.chunk) * self.chunk * self.rows * 2
-        return 1024 + inputs + attended + sums + stream + 80 * s.layers + 160
+        columns = max(self._padded(self.widest, s.number_bytes), self._padded(s.hidden, 2))
+        inputs = columns * self.rows * 2
+        return 1024 + inputs + heads + max(attended, sums) + stream + 112 * s.layers + 160
 
     @cached_property
     def slots(self) -> int:
@@ -145,9 +168,11 @@ class Schedule:
         s = self.sizes
         values = dict(
             HIDDEN=s.hidden, HEADS=s.heads, KV_HEADS=s.kv_heads, DIM=s.head_dim, INTER=s.intermediate, LAYERS=s.layers,
-            VOCAB=s.vocab, QK_NORM=int(s.qk_norm), QKV_BIAS=int(s.qkv_bias), EPS=s.eps, SCALE=s.scale, ROWS=self.rows,
+            VOCAB=s.vocab, QK_NORM=int(s.qk_norm), QKV_BIAS=int(s.qkv_bias), EPS=s.eps, SCALE=s.scale,
+            FORMAT=_FORMATS.index(s.weights), ROWS=self.rows,
             BLOCK_SIZE=self.block_size, BLOCKS=self.blocks, WARPS=self.warps, PIECES=self.pieces,
-            CONSUMERS=self.warps * 32, THREADS=self.threads, SLOTS=self.slots, GROUP_ROWS=self.group_rows,
+            CONSUMERS=self.warps * 32, THREADS=self.threads, SLOTS=self.slots, PACE=self.pace,
+            GROUP=self.group,
             COPIES=self.copies, SPLITS=self.splits, SHARED=self.shared_bytes, TRACE=int(self.trace),
         )  # fmt: skip
         return {name: repr(value) for name, value in values.items()}
@@ -157,7 +182,8 @@ class Schedule:
         s = self.sizes
 
         def product(name: str, rows: int, columns: int, waits_for: str, sends_to: str) -> StageTasks:
-            return StageTasks(name, rows // _TILE, waits_for, sends_to, rows * columns * 2)
+            number_bytes = 2 if name == "head" else s.number_bytes
+            return StageTasks(name, rows // _TILE, waits_for, sends_to, rows * columns * number_bytes)
 
         attended = s.heads * s.head_dim
         return [
@@ -174,7 +200,17 @@ def takes(sizes: DecoderSizes) -> str:
     """Return why the kernel does not take these sizes; empty if it does."""
     if sizes.head_dim not in (64, 128):
         return f"heads have {sizes.head_dim} dimensions, not 64 or 128"
-    for name, value in asdict(sizes).items():
-        if name in ("hidden", "intermediate", "vocab") and value % _TILE:
-            return f"{name} {value} is not a multiple of {_TILE}"
+    multiple = {"bf16": _TILE, "fp8": 16, "fp8-block": 512}[
+        sizes.weights
+    ]  # copies have multiples of 16 bytes
+    for name, value, least in (
+        ("hidden", sizes.hidden, multiple),
+        ("intermediate", sizes.intermediate, multiple),
+        ("heads times head_dim", sizes.heads * sizes.head_dim, multiple),
+        ("vocab", sizes.vocab, _TILE),
+    ):
+        if value % least:
+            return f"{name} {value} is not a multiple of {least}"
+        if sizes.weights == "fp8-block" and name != "vocab" and value > _MOST_BLOCK_COLUMNS:
+            return f"{name} {value} exceeds {_MOST_BLOCK_COLUMNS} with scales of blocks"
     return ""

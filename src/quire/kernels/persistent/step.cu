@@ -28,11 +28,6 @@ DEVICE void prefetch_context(const Step& step, const Layer& layer, int number, i
     }
 }
 
-// Stages follow each other: four products for each layer, and the head.
-constexpr int STAGES = 4 * LAYERS + (VOCAB > 0);
-
-DEVICE Kind kind_of(int stage) { return stage == 4 * LAYERS ? HEAD : (Kind)(stage % 4); }
-
 DEVICE void produce_all(const Step& step, const Block& block, int number, int lane) {
     Place place;
     const u64 policy = read_once_policy();
@@ -41,7 +36,8 @@ DEVICE void produce_all(const Step& step, const Block& block, int number, int la
     for (int stage = 0; stage < STAGES; stage++) {
         const Kind kind = kind_of(stage);
         const int layer = stage / 4;
-        produce(kind, kind == HEAD ? step.head : block.layers[layer].weights[kind], block, place, number, lane, policy);
+        const char* weight = kind == HEAD ? (const char*)step.head : block.layers[layer].weights[kind];
+        produce(kind, weight, block, place, number, policy);
         if (kind == QKV && layer + 1 < LAYERS) prefetch_context(step, block.layers[layer + 1], number, lane);
     }
 }
@@ -126,7 +122,7 @@ KERNEL decode_step(
     for (int i = thread; i < LAYERS * (int)sizeof(Layer) / 16; i += THREADS)
         ((Vec4*)block.layers)[i] = load_once((const Vec4*)layers + i);
     // Columns beyond the last one are multiplied with zeros, so they must be finite.
-    if (HIDDEN % CHUNK || ATTENDED % CHUNK || INTER % CHUNK)
+    if (HIDDEN * 2 % CHUNK_BYTES || HIDDEN * BYTES % CHUNK_BYTES || ATTENDED * BYTES % CHUNK_BYTES || INTER * BYTES % CHUNK_BYTES)
         for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16)
             *(Vec4*)(block.ring + at) = Vec4{0, 0, 0, 0};
     barriers_visible();

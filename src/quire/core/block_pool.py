@@ -127,19 +127,21 @@ class BlockPool:
 
         The caller has checked `num_free`. The contents of the blocks are undefined.
         """
-        taken = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block = self.evictor.pop()
-                self.evictor.forget(block)
-                self._forget(block)
-                self.cached[block] = 0
-                self.evictions += 1
-            self.refs[block] = 1
-            taken.append(block)
+        blank, refs = self._blank, self.refs
+        taken = [blank.pop() for _ in range(min(count, len(blank)))]
+        taken += [self._evict() for _ in range(count - len(taken))]
+        for block in taken:
+            refs[block] = 1
         return taken
+
+    def _evict(self) -> int:
+        """Remove the cached block to evict next, and return it."""
+        block = self.evictor.pop()
+        self.evictor.forget(block)
+        self._forget(block)
+        self.cached[block] = 0
+        self.evictions += 1
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these cached blocks."""

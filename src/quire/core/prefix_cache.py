@@ -36,8 +36,8 @@ class PrefixCache(Protocol):
         """Return the longest cached prefix of a request, without its last token."""
         ...
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
-        """Publish the first `full` blocks of a request, as far as it holds them.
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
+        """Publish the first `counts` blocks of each request, as far as it holds them.
 
         Returns:
             The blocks that are new to the cache.
@@ -82,7 +82,7 @@ class NoPrefixCache:
     def match(self, request: Request) -> PrefixMatch:
         return PrefixMatch(0, [BlockTable([]) for _ in range(self._groups)], [])
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
         return ()
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -250,20 +250,23 @@ class HashPrefixCache:
                 first = group.first_block(length * size, size)
         return length
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
-        self._extend(request, full)
-        names, published = request.names, []
-        for group, (table, have) in enumerate(zip(request.tables, self._block_of)):
-            for index in range(max(request.published, table.first), full):
-                name, block = names[index], table.blocks[index]
-                if name not in have:
-                    have[name] = block
-                    self._place_of[block] = group, name
-                    self._pool.cached[block] = 1
-                    published.append(block)
-                    if group == self._told:
-                        self._journal.add(name)
-        request.published = full
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
+        place_of, cached, published = self._place_of, self._pool.cached, list[int]()
+        for request, count in zip(requests, counts):
+            self._extend(request, count)
+            names = request.names
+            for group, table in enumerate(request.tables):
+                have = self._block_of[group]
+                for index in range(max(request.published, table.first), count):
+                    name = names[index]
+                    if name not in have:
+                        block = have[name] = table.blocks[index]
+                        place_of[block] = group, name
+                        cached[block] = 1
+                        published.append(block)
+                        if group == self._told:
+                            self._journal.add(name)
+            request.published = count
         return published
 
     def withdraw(self, blocks: Iterable[int]) -> None:

@@ -140,7 +140,7 @@ class RowPlacer:
         # Otherwise a full block matters once its tokens are known, so that it can be published.
         reach = ends if self._blocks.follows_rows else cells[KNOWN]
         if len(full := (reach >= cells[FULL_AT]).nonzero()[0]):
-            self._publish(builder, [rows.requests[i] for i in full.tolist()])
+            self._publish(builder, [rows.requests[i] for i in full.tolist()], cells[KNOWN][full].tolist())
         # As many tokens are pending as have been computed, so EXTRA stays.
         if not self._keeps_kv:
             data[COMPUTED][at], data[EXTRA][at] = 0, ends
@@ -176,19 +176,23 @@ class RowPlacer:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.full_at:
-            self._publish(builder, [request])
+            self._publish(builder, [request], [min(request.computed, request.known)])
         if samples:
             request.pending += 1 + drafts
             if not self._keeps_kv:
                 request.computed = 0
 
-    def _publish(self, builder: PlanBuilder, requests: Sequence[Request]) -> None:
+    def _publish(self, builder: PlanBuilder, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         """Publish the blocks that the rows of requests fill, and keep snapshots of the states behind them.
 
         A block whose last token is still in flight is published with a later row.
+
+        Args:
+            builder: the plan with these rows.
+            requests: their requests.
+            tokens: the known tokens of each that have KV entries.
         """
-        known = [request for request in requests if request.known >= request.full_at]
-        builder.published.update(self._blocks.publish(known))
+        builder.published.update(self._blocks.publish(requests, tokens))
         if not self._blocks.follows_rows:
             return
         for request in requests:

@@ -10,6 +10,7 @@ can serve. A group with a window needs only the last blocks of it. Layers with a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -137,7 +138,8 @@ class HashPrefixCache:
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
-        self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
+        # The latest evicted names, at most one per block. A dict would take longer and longer to find its first entry.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._naming = BlockNames(block_size, secret or new_secret())
         self._journal = journal or NoJournal()
         self._told = self._whole[0] if self._whole else 0  # the group whose changes the journal has
@@ -327,7 +329,7 @@ class HashPrefixCache:
         self._unname(block)
         if group in self._whole:  # a group with a window may not need this block
             self._snapshots.evict(name)
-        self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
+        self._evicted.move_to_end(name)
         if len(self._evicted) > self._pool.num_blocks:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)

@@ -129,7 +129,9 @@ class Retirement:
         if sampled.plan.max_drafts:
             visits = visits | (sampled.most > 1)
         if special := sampled.special():
-            visits = visits | np.isin(rows, [request.row for request in special])
+            marked = np.zeros(len(self._life.table.tails), np.bool_)
+            marked[[request.row for request in special]] = True
+            visits = visits | marked[rows]
         return visits
 
     def _visit(

@@ -55,15 +55,15 @@ class RowPlacer:
         total = cells[COMPUTED] + _ONE if is_plain else cells[COMPUTED] + cells[EXTRA] + _ONE
         ready = self._ready(cells, total, builder.step, is_plain)
         chosen = ready if is_plain else ready & (cells[EXTRA] == 0)
-        if np.count_nonzero(chosen) == len(running):
+        count = np.count_nonzero(chosen)
+        if count == len(running):
             self._place_single(builder, running.decoding, cells, total, is_plain)
             return []
-        places, long = chosen.nonzero()[0], (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
+        long = (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
         long_rows = [(running[i], int(cells[EXTRA, i]) + 1) for i in long]
-        if len(places):
-            self._place_single(
-                builder, running.decoding_at(places), cells[:, places], total[places], is_plain
-            )
+        if count:
+            rows = running.decoding_of(chosen)
+            self._place_single(builder, rows, cells.compress(chosen, axis=1), total[chosen], is_plain)
         return long_rows
 
     def _ready(self, cells: np.ndarray, total: np.ndarray, step: int, is_plain: bool) -> np.ndarray:

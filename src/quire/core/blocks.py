@@ -122,7 +122,8 @@ class Blocks:
                     total += count
         if total > self.pool.num_free:
             return None
-        taken, added = iter(self.pool.take(total)), list[NewBlock]()
+        taken = iter(self.pool.take(total))
+        added: list[NewBlock] = []
         for request, index, blocks, end in lacking:
             slot = request.slot
             request.num_blocks += end - len(blocks)

@@ -253,7 +253,8 @@ class HashPrefixCache:
         return length
 
     def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
-        place_of, cached, published = self._place_of, self._pool.cached, list[int]()
+        place_of, cached = self._place_of, self._pool.cached
+        published: list[int] = []
         for request, count in zip(requests, counts):
             self._extend(request, count)
             names = request.names

@@ -127,11 +127,11 @@ class BlockPool:
 
         The caller has checked `num_free`. The contents of the blocks are undefined.
         """
-        blank, refs = self._blank, self.refs
-        taken = [blank.pop() for _ in range(min(count, len(blank)))]
-        taken += [self._evict() for _ in range(count - len(taken))]
-        for block in taken:
+        blank, refs, taken = self._blank, self.refs, []
+        for _ in range(count):
+            block = blank.pop() if blank else self._evict()
             refs[block] = 1
+            taken.append(block)
         return taken
 
     def _evict(self) -> int:

@@ -219,8 +219,8 @@ class HashPrefixCache:
             The number with a snapshot of the states at the end, and without.
         """
         length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
-        self._extend(request, length)
         names = request.names
+        self._naming.extend(names, request.source.cache_salt, request.tokens, length)
         for index in self._whole:
             have, end = haves[index], 0
             while end < length and names[end] in have:
@@ -253,11 +253,11 @@ class HashPrefixCache:
         return length
 
     def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
-        place_of, cached = self._place_of, self._pool.cached
+        extend, place_of, cached = self._naming.extend, self._place_of, self._pool.cached
         published: list[int] = []
         for request, count in zip(requests, counts):
-            self._extend(request, count)
             names = request.names
+            extend(names, request.source.cache_salt, request.tokens, count)
             for group, table in enumerate(request.tables):
                 have = self._block_of[group]
                 for index in range(max(request.published, table.first), count):
@@ -306,10 +306,6 @@ class HashPrefixCache:
         if group == self._told:
             self._journal.remove(name)
         return name
-
-    def _extend(self, request: Request, full: int) -> None:
-        """Compute the names of the first `full` blocks of a request."""
-        self._naming.extend(request.names, request.source.cache_salt, request.tokens, full)
 
     def end_of_match(self, request: Request, tokens: int) -> str:
         if reason := _needs_all(request):

@@ -376,7 +376,7 @@ class LLM:
                 for state in changed:
                     if state.error is not None:
                         raise state.error.as_error()
-                open_count -= sum(1 for state in changed if state.finished)
+                    open_count -= state.finished
                 yield changed
         finally:
             self._take_changed(keys)
@@ -389,8 +389,12 @@ class LLM:
         applied = self._assembler.apply(self.client.poll(_POLL_S))
         if applied.aborts:
             self.client.abort(applied.aborts)
-        self._changed.update((id(state), state) for state in applied.changed)
+        self._changed.update({id(state): state for state in applied.changed})
 
     def _take_changed(self, keys: set[int]) -> list[RequestState]:
         """Return the requests with these `id()`s that changed since the last call."""
-        return [self._changed.pop(key) for key in [key for key in self._changed if key in keys]]
+        changed, self._changed = self._changed, {}
+        if not changed.keys() <= keys:  # other streams are open
+            self._changed = {key: state for key, state in changed.items() if key not in keys}
+            return [state for key, state in changed.items() if key in keys]
+        return list(changed.values())

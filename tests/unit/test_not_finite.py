@@ -167,7 +167,7 @@ def test_a_culprit_that_was_preempted_is_not_found_again(model: Path) -> None:
         engine.step()
     scheduler = engine.scheduler
     victim = scheduler.running[0]
-    scheduler.blocks.publish([victim])
+    scheduler.blocks.publish([victim], [min(victim.computed, victim.known)])
     scheduler.preempt(victim)
     assert scheduler.pool.num_cached == 4
     outputs = [output for _ in range(3) for output in engine.step()]

@@ -717,8 +717,8 @@ def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HashPrefixCache.publish
 
-    def publish(self: HashPrefixCache, request, full: int) -> tuple[int, ...]:
-        original(self, request, full)
+    def publish(self: HashPrefixCache, requests, counts) -> tuple[int, ...]:
+        original(self, requests, counts)
         return ()  # as if no request could find the block in this step
 
     monkeypatch.setattr(HashPrefixCache, "publish", publish)
@@ -777,9 +777,9 @@ def _break_time_of_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     """Release blocks behind a window in the step that reads them."""
     original = Blocks.publish
 
-    def publish(self: Blocks, request):
-        published = original(self, request)
-        self.trim(request)
+    def publish(self: Blocks, requests, tokens):
+        published = original(self, requests, tokens)
+        self.trim_all(requests)
         return published
 
     monkeypatch.setattr(Blocks, "publish", publish)

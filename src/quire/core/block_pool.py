@@ -127,19 +127,21 @@ class BlockPool:
 
         The caller has checked `num_free`. The contents of the blocks are undefined.
         """
-        taken = []
+        blank, refs, taken = self._blank, self.refs, []
         for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block = self.evictor.pop()
-                self.evictor.forget(block)
-                self._forget(block)
-                self.cached[block] = 0
-                self.evictions += 1
-            self.refs[block] = 1
+            block = blank.pop() if blank else self._evict()
+            refs[block] = 1
             taken.append(block)
         return taken
+
+    def _evict(self) -> int:
+        """Remove the cached block to evict next, and return it."""
+        block = self.evictor.pop()
+        self.evictor.forget(block)
+        self._forget(block)
+        self.cached[block] = 0
+        self.evictions += 1
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these cached blocks."""

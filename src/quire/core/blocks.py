@@ -12,7 +12,6 @@ that reads them last has been planned: their next owner writes in a later step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
@@ -111,7 +110,7 @@ class Blocks:
         """
         self.trim_all(requests)
         size = self._block_size
-        lacking, total = [], 0  # tables that are too short, and how many blocks they and all lack
+        lacking, total = [], 0  # tables that are too short, and how many blocks all of them lack
         for index, group in enumerate(self.groups):
             for request, end in zip(requests, tokens):
                 table, end = request.tables[index], -(-end // size)
@@ -119,28 +118,38 @@ class Blocks:
                 if group.window is not None:
                     end = max(end, self._end(group, table.first, request.known))
                 if (count := end - len(table.blocks)) > 0:
-                    lacking.append((request, index, table.blocks, count))
+                    lacking.append((request, index, table.blocks, end))
                     total += count
         if total > self.pool.num_free:
             return None
-        taken, added = iter(self.pool.take(total)), list[NewBlock]()
-        for request, index, blocks, count in lacking:
+        taken = iter(self.pool.take(total))
+        added: list[NewBlock] = []
+        for request, index, blocks, end in lacking:
             slot = request.slot
-            for block in islice(taken, count):
-                added.append((slot, index, len(blocks), block))
+            request.num_blocks += end - len(blocks)
+            for place in range(len(blocks), end):
+                block = next(taken)
                 blocks.append(block)
-            request.num_blocks += count
-        for request in requests:
-            request.room = min([len(table.blocks) for table in request.tables]) * size
+                added.append((slot, index, place, block))
+            room = end
+            for table in request.tables:
+                if len(table.blocks) < room:
+                    room = len(table.blocks)
+            request.room = room * size
         return added
 
-    def publish(self, requests: Sequence[Request]) -> list[int]:
-        """Publish the full blocks of requests whose tokens are known. Return those that are new to the cache."""
-        size, published = self._block_size, list[int]()
-        for request in requests:
-            full = min(request.computed, request.known) // size
+    def publish(self, requests: Sequence[Request], tokens: Sequence[int]) -> Sequence[int]:
+        """Publish the blocks that the first `tokens` tokens of each request fill, all of which are known and computed.
+
+        Returns:
+            The blocks that are new to the cache.
+        """
+        size = self._block_size
+        counts = [end // size for end in tokens]
+        for request, full in zip(requests, counts):
             request.full_at = (full + 1) * size
-            published += self.cache.publish(request, full)
+        published = self.cache.publish(requests, counts)
+        for request in requests:
             self.snapshots.settle(request)
         return published
 

@@ -80,7 +80,8 @@ class Clocks:
         """
         now_s = self._log.now()
         self._close_step(record, now_s, times)
-        took_s, found = record.took_s, set[Request]()
+        took_s = record.took_s
+        found: set[Request] = set()
         if not rows:
             plain_s = self._plain_s
             self._plain_s = took_s if plain_s is None else plain_s + _SMOOTHING * (took_s - plain_s)

@@ -187,5 +187,10 @@ class Lifecycle:
         self.waiting.check()
         self.shares.check(self.requests.values())
         assert list(self.running) == sorted(self.running, key=order_of)
+        columns = self.running.decoding
+        assert columns.ids == [r.id for r in self.running], "the batch has other ids"
+        assert columns.table_rows.tolist() == [r.row for r in self.running], (
+            "the batch has other rows of the table"
+        )
         for r in self.running:
             assert r.computed <= r.known + r.pending, "more KV entries than tokens known or in flight"

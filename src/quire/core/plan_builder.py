@@ -24,6 +24,11 @@ class ComputedRow(NamedTuple):
     end: int
 
 
+def _reads_prompt(row: CatchUpRow) -> bool:
+    """Return whether the tokens of a prompt are scored or pooled."""
+    return row.request.params.prompt_logprobs is not None or row.request.source.pooling is not None
+
+
 @dataclass(slots=True)
 class PromptScores:
     """Log-probabilities of the prompt positions from `start` on."""
@@ -164,8 +169,8 @@ class PlanBuilder:
     def plan(self) -> StepPlan:
         """Build the plan."""
         columns = self.columns
-        # Only rows that catch up hold prompt tokens to score or to pool; in most steps there are none.
-        prompts = columns.requests if self.catching_up else ()
+        # Only rows that catch up hold prompt tokens to score or to pool, and few requests ask for either.
+        prompts = columns.requests if any(map(_reads_prompt, self.catching_up)) else ()
         return StepPlan(
             step=self.step,
             slots=columns.slots,

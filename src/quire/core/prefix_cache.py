@@ -10,6 +10,7 @@ can serve. A group with a window needs only the last blocks of it. Layers with a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -36,8 +37,8 @@ class PrefixCache(Protocol):
         """Return the longest cached prefix of a request, without its last token."""
         ...
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
-        """Publish the first `full` blocks of a request, as far as it holds them.
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
+        """Publish the first `counts` blocks of each request, as far as it holds them.
 
         Returns:
             The blocks that are new to the cache.
@@ -82,7 +83,7 @@ class NoPrefixCache:
     def match(self, request: Request) -> PrefixMatch:
         return PrefixMatch(0, [BlockTable([]) for _ in range(self._groups)], [])
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
         return ()
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -137,7 +138,8 @@ class HashPrefixCache:
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
-        self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
+        # The latest evicted names, at most one per block. A dict would take longer and longer to find its first entry.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._naming = BlockNames(block_size, secret or new_secret())
         self._journal = journal or NoJournal()
         self._told = self._whole[0] if self._whole else 0  # the group whose changes the journal has
@@ -217,8 +219,8 @@ class HashPrefixCache:
             The number with a snapshot of the states at the end, and without.
         """
         length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
-        self._extend(request, length)
         names = request.names
+        self._naming.extend(names, request.source.cache_salt, request.tokens, length)
         for index in self._whole:
             have, end = haves[index], 0
             while end < length and names[end] in have:
@@ -250,20 +252,24 @@ class HashPrefixCache:
                 first = group.first_block(length * size, size)
         return length
 
-    def publish(self, request: Request, full: int) -> Sequence[int]:
-        self._extend(request, full)
-        names, published = request.names, []
-        for group, (table, have) in enumerate(zip(request.tables, self._block_of)):
-            for index in range(max(request.published, table.first), full):
-                name, block = names[index], table.blocks[index]
-                if name not in have:
-                    have[name] = block
-                    self._place_of[block] = group, name
-                    self._pool.cached[block] = 1
-                    published.append(block)
-                    if group == self._told:
-                        self._journal.add(name)
-        request.published = full
+    def publish(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[int]:
+        extend, place_of, cached = self._naming.extend, self._place_of, self._pool.cached
+        published: list[int] = []
+        for request, count in zip(requests, counts):
+            names = request.names
+            extend(names, request.source.cache_salt, request.tokens, count)
+            for group, table in enumerate(request.tables):
+                have = self._block_of[group]
+                for index in range(max(request.published, table.first), count):
+                    name = names[index]
+                    if name not in have:
+                        block = have[name] = table.blocks[index]
+                        place_of[block] = group, name
+                        cached[block] = 1
+                        published.append(block)
+                        if group == self._told:
+                            self._journal.add(name)
+            request.published = count
         return published
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -301,10 +307,6 @@ class HashPrefixCache:
             self._journal.remove(name)
         return name
 
-    def _extend(self, request: Request, full: int) -> None:
-        """Compute the names of the first `full` blocks of a request."""
-        self._naming.extend(request.names, request.source.cache_salt, request.tokens, full)
-
     def end_of_match(self, request: Request, tokens: int) -> str:
         if reason := _needs_all(request):
             return reason
@@ -324,7 +326,7 @@ class HashPrefixCache:
         self._unname(block)
         if group in self._whole:  # a group with a window may not need this block
             self._snapshots.evict(name)
-        self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
+        self._evicted.move_to_end(name)
         if len(self._evicted) > self._pool.num_blocks:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)

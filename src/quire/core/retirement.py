@@ -89,7 +89,8 @@ class Retirement:
         caught_up = self._life.clocks.end_step(record, builder.catching_up, result.times)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
-        table, tokens, found = self._life.table, sampled.tokens, list[int]()
+        table, tokens = self._life.table, sampled.tokens
+        found: list[int] = []
         outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
         plain, newest = sampled.table_rows, tokens[:, 0]
         known = table.data[KNOWN][plain]
@@ -129,7 +130,9 @@ class Retirement:
         if sampled.plan.max_drafts:
             visits = visits | (sampled.most > 1)
         if special := sampled.special():
-            visits = visits | np.isin(rows, [request.row for request in special])
+            marked = np.zeros(len(self._life.table.tails), np.bool_)
+            marked[[request.row for request in special]] = True
+            visits = visits | marked[rows]
         return visits
 
     def _visit(

@@ -55,15 +55,15 @@ class RowPlacer:
         total = cells[COMPUTED] + _ONE if is_plain else cells[COMPUTED] + cells[EXTRA] + _ONE
         ready = self._ready(cells, total, builder.step, is_plain)
         chosen = ready if is_plain else ready & (cells[EXTRA] == 0)
-        if np.count_nonzero(chosen) == len(running):
+        count = np.count_nonzero(chosen)
+        if count == len(running):
             self._place_single(builder, running.decoding, cells, total, is_plain)
             return []
-        places, long = chosen.nonzero()[0], (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
+        long = (ready & (cells[EXTRA] > 0)).nonzero()[0].tolist()
         long_rows = [(running[i], int(cells[EXTRA, i]) + 1) for i in long]
-        if len(places):
-            self._place_single(
-                builder, running.decoding_at(places), cells[:, places], total[places], is_plain
-            )
+        if count:
+            rows = running.decoding_of(chosen)
+            self._place_single(builder, rows, cells.compress(chosen, axis=1), total[chosen], is_plain)
         return long_rows
 
     def _ready(self, cells: np.ndarray, total: np.ndarray, step: int, is_plain: bool) -> np.ndarray:
@@ -140,7 +140,7 @@ class RowPlacer:
         # Otherwise a full block matters once its tokens are known, so that it can be published.
         reach = ends if self._blocks.follows_rows else cells[KNOWN]
         if len(full := (reach >= cells[FULL_AT]).nonzero()[0]):
-            self._publish(builder, [rows.requests[i] for i in full.tolist()])
+            self._publish(builder, [rows.requests[i] for i in full.tolist()], cells[KNOWN][full].tolist())
         # As many tokens are pending as have been computed, so EXTRA stays.
         if not self._keeps_kv:
             data[COMPUTED][at], data[EXTRA][at] = 0, ends
@@ -176,19 +176,23 @@ class RowPlacer:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.full_at:
-            self._publish(builder, [request])
+            self._publish(builder, [request], [min(request.computed, request.known)])
         if samples:
             request.pending += 1 + drafts
             if not self._keeps_kv:
                 request.computed = 0
 
-    def _publish(self, builder: PlanBuilder, requests: Sequence[Request]) -> None:
+    def _publish(self, builder: PlanBuilder, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         """Publish the blocks that the rows of requests fill, and keep snapshots of the states behind them.
 
         A block whose last token is still in flight is published with a later row.
+
+        Args:
+            builder: the plan with these rows.
+            requests: their requests.
+            tokens: the known tokens of each that have KV entries.
         """
-        known = [request for request in requests if request.known >= request.full_at]
-        builder.published.update(self._blocks.publish(known))
+        builder.published.update(self._blocks.publish(requests, tokens))
         if not self._blocks.follows_rows:
             return
         for request in requests:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import overload
 
 import numpy as np
@@ -22,12 +24,15 @@ class RunningRequests(Sequence[Request]):
     """The running requests, sorted by order.
 
     A batch seldom changes from one step to the next, so what follows from its requests alone is kept until it changes.
-    Lists and columns are replaced then, never modified, so steps in flight may keep them.
+    Columns are replaced then, never modified, so steps in flight may keep them.
     """
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._requests: list[Request] = []
+        # Their ids, and their rows in the table: a copy of these takes less time than to read them of each request.
+        self._ids: list[str] = []
+        self._table_rows = array("q")
         self._update()
 
     def _update(self) -> None:
@@ -37,14 +42,16 @@ class RunningRequests(Sequence[Request]):
     def add(self, request: Request) -> None:
         """Add a request that has a slot."""
         at = self._place(request)
-        self._requests = [*self._requests[:at], request, *self._requests[at:]]
+        self._requests.insert(at, request)
+        self._ids.insert(at, request.id)
+        self._table_rows.insert(at, request.row)
         self._update()
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
         at = self._place(request)
         assert self._requests[at] is request, f"{request.id} is not running"
-        self._requests = [*self._requests[:at], *self._requests[at + 1 :]]
+        del self._requests[at], self._ids[at], self._table_rows[at]
         self._update()
 
     def _place(self, request: Request) -> int:
@@ -54,29 +61,29 @@ class RunningRequests(Sequence[Request]):
     def rows(self) -> np.ndarray:
         """The row of each request in the table, int64. Read-only."""
         if self._rows is None:
-            self._rows = np.array([request.row for request in self._requests], np.int64)
+            self._rows = np.array(self._table_rows, np.int64)
         return self._rows
 
     @property
     def decoding(self) -> PlanRows:
         """A row of one token for each request, with undefined `starts`."""
         if self._columns is None:
-            self._columns = self._decoding(self._requests, self.rows)
+            self._columns = self._decoding(self._requests[:], self._ids[:], self.rows)
         return self._columns
 
-    def decoding_at(self, places: np.ndarray) -> PlanRows:
-        """Return `decoding` for the requests at some places of the batch only."""
-        if len(places) == len(self._requests):
-            return self.decoding
-        return self._decoding([self._requests[place] for place in places.tolist()], self.rows[places])
+    def decoding_of(self, chosen: np.ndarray) -> PlanRows:
+        """Return `decoding` for some requests only: those chosen by bool [requests]."""
+        flags = chosen.tobytes()
+        requests, ids = compress(self._requests, flags), compress(self._ids, flags)
+        return self._decoding(list(requests), list(ids), self.rows[chosen])
 
-    def _decoding(self, requests: list[Request], rows: np.ndarray) -> PlanRows:
+    def _decoding(self, requests: list[Request], ids: list[str], rows: np.ndarray) -> PlanRows:
         count = len(requests)
         slots = self._table.data[SLOT][rows].astype(np.int32)
         none, one = np.zeros(count, np.int32), np.ones(count, np.int32)
         return PlanRows(
             requests,
-            [request.id for request in requests],
+            ids,
             rows,
             slots,
             starts=none,

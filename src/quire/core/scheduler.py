@@ -197,9 +197,7 @@ class Scheduler:
             self._admission.balance(builder, was_empty)
         long_rows = self._rows.place_decoding(builder)
         if builder.num_rows:
-            self._limit_prompts(
-                builder, long_rows[0][0] if long_rows else next(self.waiting.by_turn(()), None)
-            )
+            self._limit_prompts(builder, long_rows[0][0] if long_rows else self.waiting.first)
         if contended:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:

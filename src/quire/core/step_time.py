@@ -169,8 +169,10 @@ class DecodeTimes:
 
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
-        fit = self._fits.setdefault(size_class(load.rows), LinearFit(_DECODING))
-        fit.observe(load.features[:_DECODING], took_s)
+        size = size_class(load.rows)
+        if size not in self._fits:
+            self._fits[size] = LinearFit(_DECODING)
+        self._fits[size].observe(load.features[:_DECODING], took_s)
         self._weights = None
         self._least, self._most = min(self._least, load.rows), max(self._most, load.rows)
 
@@ -182,8 +184,10 @@ class DecodeTimes:
     def fit_for(self, rows: int) -> LinearFit | None:
         """Return the fit for `rows` rows, or for the next power of two; None if neither has been observed enough."""
         wanted = size_class(rows)
-        near = (self._fits.get(size) for size in (wanted, wanted - 1, wanted + 1))
-        return next((fit for fit in near if fit is not None and len(fit) >= _LEAST), None)
+        for size in (wanted, wanted - 1, wanted + 1):
+            if (fit := self._fits.get(size)) is not None and len(fit) >= _LEAST:
+                return fit
+        return None
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None if too little is known."""
@@ -215,12 +219,12 @@ class StepTimeModel:
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None while too few of its kind have been observed."""
-        mixed, alone = self._mixed.predict(load.features), self.decode.predict(load)
-        if (
-            load.prompt_tokens
-        ):  # it takes no less time than its decoding rows alone, which a line may deny for few tokens
-            return mixed if mixed is None or alone is None else max(mixed, alone)
-        return mixed if alone is None else alone
+        alone = self.decode.predict(load)
+        if not load.prompt_tokens and alone is not None:
+            return alone
+        mixed = self._mixed.predict(load.features)
+        # A step takes no less time than its decoding rows alone, which a line may deny for few prompt tokens.
+        return mixed if mixed is None or alone is None else max(mixed, alone)
 
     def ratios(self, load: StepLoad) -> np.ndarray:
         """Return actual over predicted time of the observed steps that are most like `load`."""

@@ -62,6 +62,11 @@ class WaitingQueue:
         if not line:
             del self._lines[client]
 
+    @property
+    def first(self) -> Request | None:
+        """Return the request to admit next, or None if none waits."""
+        return next(self.by_turn(()), None) if self._count else None
+
     def by_turn(self, running: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests in the order in which to admit them.
 

@@ -254,10 +254,6 @@ class RequestState:
         """Return the ids of the engine requests that still run."""
         return [answer.engine_id for answer in self.answers if answer.finish_reason is None]
 
-    def has_ended(self, engine_id: str) -> bool:
-        """Return whether the choice of this engine request is finished."""
-        return self._by_id[engine_id].finish_reason is not None
-
     def apply(self, output: EngineOutput, now_s: float | None = None) -> bool:
         """Apply one engine output. Return True if the engine must abort the request: a stop string was found."""
         answer = self._by_id[output.id]
@@ -266,7 +262,8 @@ class RequestState:
         now_s = time.monotonic() if now_s is None else now_s
         if output.token_ids and self.metrics.first_token_s is None:
             self.metrics.first_token_s = now_s
-        if answer.index == 0:  # the other choices hit the blocks that the first one computed
+        # The other choices hit the blocks that the first one computed.
+        if output.num_cached_tokens and answer.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs and self.params.prompt_logprobs is not None and answer.index == 0:
             seen = max(0, 1 + len(self._scores) - output.prompt_logprobs_start)
@@ -346,10 +343,11 @@ class OutputAssembler:
             state = self._states.get(output.id)
             if state is None:
                 continue
-            if state.apply(output, now_s):
+            is_stopped = state.apply(output, now_s)
+            if is_stopped:
                 changes.aborts.append(output.id)
             changed[id(state)] = state
-            if state.has_ended(output.id):
+            if is_stopped or output.finish_reason is not None:
                 del self._states[output.id]
         changes.changed = list(changed.values())
         return changes

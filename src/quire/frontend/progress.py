@@ -22,8 +22,7 @@ class ProgressBar:
 
     def update(self, changed: Sequence[RequestState]) -> None:
         """Advance by the requests among `changed` that are finished."""
-        done = [state for state in changed if state.finished]
-        if self._bar is None or not done:
+        if self._bar is None or not (done := [state for state in changed if state.finished]):
             return
         self._tokens_in += sum(len(state.prompt_token_ids) for state in done)
         self._tokens_out += sum(len(answer.token_ids) for state in done for answer in state.answers)

@@ -153,7 +153,9 @@ class Request:
 
     def flush(self) -> None:
         """Move the newest tokens from the table to the array."""
-        self._tokens.frombytes(self.table.tail(self.row, len(self._tokens)))
+        begin, end = len(self._tokens), self.table.cells[KNOWN, self.row]
+        if begin < end:
+            self._tokens.frombytes(self.table.tail(self.row, begin, end))
 
     def retire(self) -> None:
         """Give up the row of an ended request, to which no step in flight refers. Its counts mean nothing then."""

@@ -51,6 +51,7 @@ class RequestTable:
         self.data, self.tails = np.zeros((NUM_COLUMNS, rows), np.int64), np.zeros((rows, TAIL), np.int32)
         self.data[:, :used], self.tails[:used] = data, tails
         self.cells, self._tokens = self.data.data, self.tails.reshape(-1)
+        self._token_bytes = self.tails.data.cast("B")
         self._owners += [None] * (rows - used)
         self._free += range(rows - 1, used - 1, -1)
 
@@ -93,12 +94,8 @@ class RequestTable:
             for row in rows[full].tolist():
                 self.owner(row).flush()
 
-    def tail(self, row: int, begin: int) -> bytes:
-        """Return the int32 tokens of a request from number `begin` on, which are all that are not in its array."""
-        count = self.cells[KNOWN, row] - begin
-        if not count:
-            return b""
-        first = begin & (
-            TAIL - 1
-        )  # tokens move to the array when the last place is filled, so none wraps around
-        return self.tails[row, first : first + count].tobytes()
+    def tail(self, row: int, begin: int, end: int) -> memoryview:
+        """Return the int32 tokens from `begin` to `end` of a request, none of which are in its array, as bytes."""
+        # Tokens move to the array when the last place is filled, so none wraps around.
+        first = row * TAIL + (begin & (TAIL - 1))
+        return self._token_bytes[4 * first : 4 * (first + end - begin)]

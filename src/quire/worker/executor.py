@@ -31,7 +31,7 @@ def device_guard(device: torch.device) -> DeviceGuard:
 
     CUDA keeps the current device per thread, and kernels, streams, events and pinned memory depend on it.
     """
-    return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+    return partial(torch.cuda.device, device.index) if device.type == "cuda" else nullcontext
 
 
 class LocalExecutor:

@@ -30,9 +30,10 @@ class WritePacket:
 
     def write(self, target: torch.Tensor, places: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> None:
         """Set `target`[places] = values. The places are distinct, and at most as many as there is room for."""
-        count = sum(map(len, places))
-        np.concatenate(places, out=self._places[:count])
-        np.concatenate(values, out=self._values[:count], casting="same_kind")
+        count = 0
+        for column, numbers in zip(places, values):
+            begin, count = count, count + len(column)
+            self._places[begin:count], self._values[begin:count] = column, numbers
         # The room that is left repeats the last write.
         self._places[count:], self._values[count:] = self._places[count - 1], self._values[count - 1]
         self._device.copy_(self._host, non_blocking=True)
@@ -68,7 +69,8 @@ class Staging:
         assert not self._has_written, "a second write would overwrite the first one before it is sent"
         self._has_written = True
         size, packets = _LEAST_WRITES, self._packets[self._entry]
-        while size < sum(map(len, places)):
+        count = sum(map(len, places))
+        while size < count:
             size *= 2
         if (packet := packets.get(size)) is None:
             packet = packets[size] = WritePacket(size, self._device)

@@ -85,16 +85,17 @@ class CudaGraphs:
         wanted = self._shape_of(plan)
         if wanted is None:
             return self._batcher.open(plan, staging)
-        shape, captures = wanted, False
-        if wanted not in self._captured:
+        graph, shape, captures = self._captured.get(wanted), wanted, False
+        if graph is None:
             shape, captures = self._stand_ins.choose(wanted, self._captured, self._has_room)
+            graph = self._captured.get(shape)
         step = self._batcher.open(plan, staging, shape)
-        if graph := self._captured.get(shape):
+        if graph is None:
+            self._run(shape)
+        else:
             graph.replay()
             if shape.prefix != wanted.prefix:
                 self._finish(replace(shape, prefix=wanted.prefix))
-        else:
-            self._run(shape)
         if captures:  # while the device runs the step
             self._capture(wanted)
         step.done, step.logits = wanted.prefix.last, self._first_logits[len(step.logit_rows.slots_host)]

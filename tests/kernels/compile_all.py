@@ -475,7 +475,10 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         *sizes, torch.empty(4, channels), of_heads, of_heads, matrices[0, 0, 0], 1e-6
     )
     assert run is not None
-    run(torch.empty(8, channels + heads * (value + 2), dtype=dtype), window, matrices, ones)
+    parts = torch.empty(8, channels + heads * (value + 2), dtype=dtype).split(
+        [channels, heads * value, heads, heads], 1
+    )
+    run(*parts, window, matrices, ones)
 
 
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (

@@ -110,11 +110,15 @@ def test_recurrence(channel_gate: bool, delta: bool, targets: bool) -> None:
     )
 
 
-def test_delta_step() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["one-product", "four-products"])
+def test_delta_step(apart: bool) -> None:
     """One kernel of rows of one token computes what the operations of a layer compute one by one."""
     torch.manual_seed(2)
     channels, values = 2 * KEY_HEADS * KEY + HEADS * VALUE, HEADS * VALUE
-    x = torch.randn(4, channels + values + 2 * HEADS, device=DEVICE)
+    parts = torch.randn(4, channels + values + 2 * HEADS, device=DEVICE).split(
+        [channels, values, HEADS, HEADS], 1
+    )
+    qkv, z, b, a = (part.contiguous() for part in parts) if apart else parts
     taps, norm = torch.randn(4, channels, device=DEVICE), torch.rand(VALUE, device=DEVICE)
     rate, bias = torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
     starts = torch.tensor([0, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)  # the third row is padding
@@ -124,9 +128,8 @@ def test_delta_step() -> None:
     windows, states = make_states(3, channels), make_states(HEADS, KEY, VALUE)
 
     def one_by_one(window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        qkv, z, b, a = x.split([channels, values, HEADS, HEADS], 1)
-        qkv = causal_conv(qkv, taps, None, window, rows, "silu")
-        q, k, v = qkv.split([KEY_HEADS * KEY, KEY_HEADS * KEY, values], 1)
+        mixed = causal_conv(qkv, taps, None, window, rows, "silu")
+        q, k, v = mixed.split([KEY_HEADS * KEY, KEY_HEADS * KEY, values], 1)
         q, k = (part.unflatten(1, (KEY_HEADS, KEY)) for part in (q, k))
         decay, beta = gates.delta_gates(a, b, rate, bias)
         v = v.unflatten(1, (HEADS, VALUE))
@@ -136,7 +139,7 @@ def test_delta_step() -> None:
     step = delta_step.make_delta_step(KEY_HEADS, KEY, HEADS, VALUE, taps, rate, bias, norm, 1e-6)
     assert step is not None and step.takes(rows)
     want_window, want_state, window, state = windows.clone(), states.clone(), windows.clone(), states.clone()
-    want, got = one_by_one(want_window, want_state)[:3], step(x, window, state, rows)[:3]
+    want, got = one_by_one(want_window, want_state)[:3], step(qkv, z, b, a, window, state, rows)[:3]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert want.isfinite().all() and not step.arrived.any()
     for found, wanted, before in ((window, want_window, windows), (state, want_state, states)):

@@ -10,7 +10,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -97,6 +97,22 @@ class NormedLayer:
         """Run the norm and then the layer."""
         x, residual = self.norm(x, residual)
         return self.layer(x), residual
+
+
+class SplitProjection:
+    """A norm and a linear layer with several results: returns tensors [tokens, size] and the next residual."""
+
+    def __init__(self, norm: ResidualNorm, linear: Linear, sizes: list[int]) -> None:
+        self.normed, self.linear, self.sizes = NormedLayer(norm, linear), linear, sizes
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        if x.shape[0] <= self.normed.fused_rows:
+            whole, residual = self.normed.fused(x, residual)
+            return whole.split(self.sizes, 1), residual
+        x, residual = self.normed.norm(x, residual)
+        return self.linear.split(x, self.sizes), residual
 
 
 def _fuse(

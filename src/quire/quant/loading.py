@@ -1,7 +1,8 @@
 """The only factory of products: from the parts of a fused weight to its `Matmul`, in the format that each part has.
 
 The checkpoint decides: each part is asked for by every format's reader, and is plain if none knows it. Neighbouring
-parts with equal layouts become one weight and one product; products of others are concatenated.
+parts with equal layouts become one weight and one product; products of others are concatenated, unless the layer takes
+its outputs apart.
 """
 
 from __future__ import annotations
@@ -192,3 +193,17 @@ class ConcatenatedMatmul:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([product(x) for product in self.products], -1)
+
+    def split(self, x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the outputs as consecutive tensors of these widths. Only one that spans products is copied."""
+        rest = [product(x) for product in self.products]
+        parts = []
+        for size in sizes:
+            pieces = []
+            while size:
+                piece, behind = rest[0][:, :size], rest[0][:, size:]
+                size -= piece.shape[1]
+                pieces.append(piece)
+                rest[:1] = [behind] if behind.shape[1] else []
+            parts.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
+        return parts

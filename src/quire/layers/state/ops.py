@@ -25,7 +25,14 @@ class FusedStep(Protocol):
         ...
 
     def __call__(
-        self, projected: torch.Tensor, window: torch.Tensor, state: torch.Tensor, rows: StateRows
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        window: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
     ) -> torch.Tensor:
         """Advance the states of the rows, and return the input of the output projection."""
         ...

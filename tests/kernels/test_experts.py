@@ -117,6 +117,9 @@ def test_router(tokens: int, hidden: int) -> None:
     arrived, rule = torch.zeros(1, device=DEVICE, dtype=torch.int32), arguments(routing)
     logits = x @ weight.t() + bias
     torch.testing.assert_close(router_logits(x, weight, bias), logits, atol=1e-4, rtol=1e-4)
+    odd = router_logits(x, weight[:11], None)
+    assert odd.shape == (tokens, 11) and odd.stride(0) == 12
+    torch.testing.assert_close(odd, x @ weight[:11].t(), atol=1e-4, rtol=1e-4)
     choice = route_all(x, weight, bias, correction, rule, arrived)
     assert (choice.active is not None) == (tokens <= FEW_TOKENS)
     check_choice(choice, logits, routing, correction)

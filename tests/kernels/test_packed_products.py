@@ -185,6 +185,10 @@ def test_rounding_to_fp8(block: bool, before: str) -> None:
     assert wrong.float().mean() <= (0 if ON_GPU else 0.03)
     if before == "norm":
         assert torch.equal(total, x + residual)
+    if block:
+        same, turned, _ = round_fp8(x, True, **options, by_column=True)
+        assert torch.equal(same.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(turned, scales)
+        assert turned.stride() == (1, rows)
     x[3, 1] = float("inf")
     assert round_fp8(x, block, **options)[1][3, 0].isnan()
 
@@ -212,6 +216,25 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     gate, up = want.chunk(2, 1)
     close(got, F.silu(gate) * up, 2 * TOLERANCE)
     assert torch.equal(summed, total)
+
+
+def test_scales_of_blocks_come_in_the_order_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no kernel has to put them into it, unless rows are added to fill a multiple of four."""
+    multiply = product_of(WeightMaker(128, 512).fp8(True, "block"), None)
+    multiply.rounds, multiply.in_library, multiply.most_in_registers, multiply.most_in_fp8 = True, True, 2, 4
+    seen = []
+
+    def product(self: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(scales)
+        return torch.zeros(len(codes), 128, dtype=dtype, device=codes.device)
+
+    monkeypatch.setattr(type(multiply), "_multiply_blocks", product)
+    x = values(8, 512)
+    multiply(x)
+    multiply.after_norm(values(512), EPS, None)(x, x)
+    multiply.of_gated(values(8, 1024), "silu", None)
+    assert [scales.shape for scales in seen] == [(8, 4)] * 3
+    assert all(scales.t().is_contiguous() for scales in seen)
 
 
 @pytest.mark.parametrize("rounding", ["token", "block"])

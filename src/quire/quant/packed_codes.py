@@ -219,11 +219,33 @@ class PackedCodesMatmul(FusingMatmul):
             product = nibble_rows if rows > self.narrow_rows else packed_product
             return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
         if self.rounds:
-            codes, scales, _ = round_fp8(x, self.by_group, self.input_scale)
+            codes, scales, _ = self._round(x)
             return self.multiply_rounded(codes, scales, x.dtype, residual, kind)
         y = F.linear(x, unpack(self.weight, x.dtype), self.bias)
         y = y if kind is None else gated(y, kind)
         return y if residual is None else y + residual
+
+    def _round(
+        self,
+        x: torch.Tensor,
+        *,
+        kind: str | None = None,
+        norm: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `round_fp8` of x, with its scales in the order of the product with so many rows."""
+        of_blocks = self.by_group and self.in_library and x.shape[0] > self.most_in_fp8
+        return round_fp8(
+            x,
+            self.by_group,
+            self.input_scale,
+            kind=kind,
+            norm=norm,
+            residual=residual,
+            eps=eps,
+            by_column=of_blocks,
+        )
 
     def multiply_rounded(
         self,
@@ -286,7 +308,7 @@ class PackedCodesMatmul(FusingMatmul):
         return self.multiply(x.contiguous(), residual)
 
     def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor | None) -> torch.Tensor:
-        codes, scales, _ = round_fp8(gate_up, self.by_group, self.input_scale, kind=kind)
+        codes, scales, _ = self._round(gate_up, kind=kind)
         return self.multiply_rounded(codes, scales, gate_up.dtype, residual)
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
@@ -298,9 +320,7 @@ class PackedCodesMatmul(FusingMatmul):
             if x.shape[0] <= self.gemv_rows:
                 return norm_gemv(x, residual, norm, eps, self.numbers, self.bias, kind, self.weight.scale)
             if self.rounds and x.shape[0] > self.most_in_registers:
-                codes, scales, total = round_fp8(
-                    x, self.by_group, self.input_scale, norm=norm, residual=residual, eps=eps
-                )
+                codes, scales, total = self._round(x, norm=norm, residual=residual, eps=eps)
                 return self.multiply_rounded(codes, scales, x.dtype, None, kind), total
             if residual is None:
                 normed, total = rms_norm(x, norm, eps), x

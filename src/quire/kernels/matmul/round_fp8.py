@@ -26,7 +26,7 @@ def _round(
     weight,  # of the norm [WIDTH], if NORM
     static_scale,  # fp32, if STATIC
     codes,  # e4m3 [rows, WIDTH]
-    scales,  # fp32 [rows, 1 or WIDTH / 128]
+    scales,  # fp32 [rows, GROUPS]; with BY_COLUMN [GROUPS, rows]
     total,  # [rows, WIDTH]: x + residual, if ADD
     eps,
     NORM: tl.constexpr,
@@ -35,6 +35,7 @@ def _round(
     KIND: tl.constexpr,
     GROUPS: tl.constexpr,  # scales per row
     GROUP: tl.constexpr,  # columns per scale
+    BY_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
     LARGEST: tl.constexpr,
@@ -81,7 +82,8 @@ def _round(
         scale += tl.sum(tl.reshape(spoilt, [BLOCK // GROUP, GROUP]), 1)
         value = tl.reshape(tl.reshape(value, [BLOCK // GROUP, GROUP]) / scale[:, None], [BLOCK])
         group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+        place = group * tl.num_programs(0) + row if BY_COLUMN else row * GROUPS + group
+        tl.store(scales + place, scale, mask=group < GROUPS)
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     tl.store(codes + row * WIDTH + at, value.to(tl.float8e4nv), mask=inside)
 
@@ -95,6 +97,7 @@ def round_fp8(
     norm: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
+    by_column: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round x, or norm(x + residual), or act(gate) * up of x = gate|up, to e4m3.
 
@@ -106,6 +109,7 @@ def round_fp8(
         norm: weight of an RMS norm, [width].
         residual: added before the norm, [rows, width].
         eps: of the norm.
+        by_column: whether scales of the same group are neighbours in memory, as the library's products want them.
 
     Returns:
         The codes e4m3 [rows, width]; the scales, fp32 [rows, 1] or [rows, width / 128 rounded up]; and the sum
@@ -114,7 +118,8 @@ def round_fp8(
     rows, width = x.shape[0], x.shape[1] if kind is None else x.shape[1] // 2
     groups = triton.cdiv(width, GROUP) if by_group else 1
     codes = torch.empty(rows, width, device=x.device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, groups, device=x.device, dtype=torch.float32)
+    shape = (groups, rows) if by_column else (rows, groups)
+    scales = torch.empty(shape, device=x.device, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)
     block = max(triton.next_power_of_2(width), GROUP)
     if norm is None and by_group:
@@ -124,7 +129,7 @@ def round_fp8(
         x, x if residual is None else residual, x if norm is None else norm,
         x if static_scale is None else static_scale, codes, scales, total, eps,
         NORM=norm is not None, ADD=residual is not None, STATIC=static_scale is not None, KIND=kind or "",
-        GROUPS=groups, GROUP=GROUP, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
+        GROUPS=groups, GROUP=GROUP, BY_COLUMN=by_column, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
         num_warps=min(max(block // 256, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
-    return codes, scales, total
+    return codes, scales.t() if by_column else scales, total

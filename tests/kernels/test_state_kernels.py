@@ -216,6 +216,23 @@ def test_prompts_in_chunks(
     check_prompts(args, kind, (HEADS, KEY, VALUE))
 
 
+def test_a_step_of_prompts_alone_takes_no_kernel_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the host knows that all rows are long, the kernel of few tokens is not launched, and nothing changes."""
+    counts, tokens = np.array([40, 0, 17, 0, 0]), 57
+    starts = torch.tensor([0, 40, 40, 57, 57, 57], dtype=torch.int32, device=DEVICE)
+    rows = StateRows(torch.tensor([0, 2, 1, 3, 8], device=DEVICE), starts, make_rows().fresh)
+    args, state = inputs(False, True, tokens), make_states(HEADS, KEY, VALUE)
+    found = []
+    for known in (None, counts):
+        rows.counts, after = known, state.clone()
+        found.append((recur.recurrence(*args, after, rows, 0.4, True), after))  # type: ignore[arg-type]
+        if known is None:
+            monkeypatch.setattr(recur, "_recur", None)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1][1:], found[1][1][1:])
+    rows.counts = np.array([40, 0, 16, 0, 0])
+    assert not rows.all_longer(16) and not make_rows().all_longer(0)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, HALF])
 @pytest.mark.parametrize(("channel_gate", "delta"), [(False, False), (False, True), (True, True)])
 def test_prompts_with_extreme_decays(channel_gate: bool, delta: bool, kind: torch.dtype) -> None:

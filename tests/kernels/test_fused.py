@@ -115,7 +115,9 @@ def test_rotary_heads(
     turned, eps = heads + kv_heads, 1e-6
     weight = values(turned, dim, device=device, dtype=dtype, seed=1) if normed else None
     layer_norm = None if weight is None else head_norm(weight, eps)
-    qkv = values(tokens, (turned + kv_heads) * dim, device=device, dtype=dtype)
+    width = (turned + kv_heads) * dim
+    packed = values(tokens, width + dim, device=device, dtype=dtype)
+    qkv, behind = packed[:, :width], packed[:, width:].clone()
     positions = torch.arange(tokens, device=device).flip(0) * 7
     rope_table = Rope(RopeParams(theta=10000.0), dim, 1000, device, dtype)
     twin = RotaryHeads(heads, kv_heads, dim, layer_norm)
@@ -124,7 +126,7 @@ def test_rotary_heads(
     got = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
     for part, wanted_part in zip(got, wanted):
         assert_close(part, wanted_part)
-    assert torch.equal(got[2], wanted[2])
+    assert torch.equal(got[2], wanted[2]) and torch.equal(packed[:, width:], behind)
 
 
 # -------------------------------------------------------------------------------------- activations

@@ -42,7 +42,7 @@ class GatedSelfAttention(SelfAttention):
     ) -> Stream:
         packed, residual = self.qkv(x, residual)
         qkv, gate = packed.split([packed.shape[1] - self.gate_width, self.gate_width], 1)
-        x = self.open_gate(self.attend(qkv.contiguous(), rotation, batch), gate)
+        x = self.open_gate(self.attend(qkv, rotation, batch), gate)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             x, residual = batch.narrow(x, residual)

@@ -461,7 +461,8 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     matrices, gate = torch.empty(9, heads, key, value), torch.empty(tokens, heads)
     x, window = torch.empty(tokens, 4096, dtype=dtype), torch.empty(9, 3, 4096, dtype=dtype)
     for each in (rows, replace(rows, targets=longs(tokens))):
-        conv.causal_conv(x, torch.empty(4, 4096), None, window, each, "silu")
+        for inputs in (x, torch.empty(4 * tokens, 4096, dtype=dtype)):
+            conv.causal_conv(inputs, torch.empty(4, 4096), None, window, each, "silu")
         recurrence.recurrence(q, q, v, gate, gate, matrices, each, 0.1, True)
         recurrence.recurrence(q, q, v, gate, None, matrices, each)
         channels = torch.empty(tokens, heads, key)

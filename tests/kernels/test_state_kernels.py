@@ -70,6 +70,26 @@ def test_convolution(width: int, bias: bool, activation: str | None, targets: bo
     )
 
 
+@pytest.mark.parametrize("counts", [[150, 0, 47], [3, 16, 29, 64], [13, 100, 0, 0]], ids=str)
+@pytest.mark.parametrize(("width", "bias"), [(4, True), (3, False)])
+def test_convolution_of_prompts(counts: list[int], width: int, bias: bool) -> None:
+    """Strips inside a row, at its beginning and end, over several rows, and behind the last one."""
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    fresh, index = torch.tensor([True, False, False, False]), torch.tensor([0, 3, 1, 2])
+    rows = StateRows(*(x.to(DEVICE) for x in (index[: len(counts)], starts, fresh[: len(counts)])))
+    channels, used = 600, sum(counts)
+    x = torch.randn(used + 20, channels + 8, device=DEVICE)[:, :channels]
+    taps, shift = torch.randn(width, channels, device=DEVICE), torch.randn(channels, device=DEVICE)
+    windows = make_states(width - 1, channels)
+    found = []
+    for convolve in (causal_conv, conv.causal_conv):
+        window = windows.clone()
+        y = convolve(x, taps, shift if bias else None, window, rows, "silu")
+        found.append((y[:used], window[[i for i, count in zip(index.tolist(), counts) if count]]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert found[0][0].isfinite().all()
+
+
 def test_convolution_of_one_token_each() -> None:
     """Rows of one token take fewer operations, and give what the same tokens give in a batch of other rows."""
     torch.manual_seed(0)

@@ -103,6 +103,12 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
         assert choice.ids.tolist() == [[0, 1, 2]] * tokens
 
 
+def test_logits_of_many_tokens_and_experts() -> None:
+    """With tiles of 128 tokens and experts, where these occupy a GPU."""
+    x, weight = torch.randn(1100, 72, device=DEVICE), torch.randn(1901, 72, device=DEVICE)
+    torch.testing.assert_close(router_logits(x, weight, None), x @ weight.t(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 40), (5, 300), (16, 512), (37, 72)])
 def test_router(tokens: int, hidden: int) -> None:
     """The product with bias, and for few tokens the norm with and without a residual."""

@@ -7,7 +7,7 @@ is known only then; it also writes the normed rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from quire.kernels.experts.route import (
     route_rows,
 )
 from quire.kernels.jit import kernel
-from quire.kernels.target import target_of
+from quire.kernels.target import Target, target_of
 
 _BLOCK_E = 16  # experts per program
 _BLOCK_K = 256  # columns per program
@@ -268,6 +268,26 @@ def _router_logits(
     tl.store(to, acc, mask=(m < tokens)[:, None] & (e < STRIDE)[None, :])
 
 
+class LogitsTile(NamedTuple):
+    """The tile of a program of the router's product: tokens, experts, columns, and warps."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+
+
+_SMALL, _MEDIUM, _LARGE = LogitsTile(16, 32, 256, 4), LogitsTile(64, 64, 128, 4), LogitsTile(128, 128, 64, 8)
+
+
+def _logits_tile(tokens: int, experts: int, target: Target) -> LogitsTile:
+    """Return the largest tile that occupies the GPU: twice the size reads inputs and weights half as often."""
+    if tokens <= 1024:
+        return _SMALL
+    programs = triton.cdiv(tokens, _LARGE.rows) * triton.cdiv(experts, _LARGE.outputs)
+    return _LARGE if programs >= target.sms and target.shared_bytes >= 200_000 else _MEDIUM
+
+
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight.T + bias in float32: [tokens, experts], with rows of `padded` length.
 
@@ -277,17 +297,16 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         bias: [experts], or None.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    stride = padded(experts)
+    stride, target = padded(experts), target_of(x.device)
     logits = torch.empty(tokens, stride, device=x.device, dtype=torch.float32)
-    small = tokens <= 1024
-    block_m, block_e = (16, 32) if small else (64, 64)
-    block_k = min(256 if small else 128, max(triton.next_power_of_2(hidden), 16)) * 2 // x.element_size()
-    pdl = target_of(x.device).has_dependent_launch
+    tile = _logits_tile(tokens, experts, target)
+    block_k = min(tile.inputs, max(triton.next_power_of_2(hidden), 16)) * 2 // x.element_size()
+    pdl = target.has_dependent_launch
     if tokens:
-        _router_logits[(triton.cdiv(tokens, block_m), triton.cdiv(experts, block_e))](
+        _router_logits[(triton.cdiv(tokens, tile.rows), triton.cdiv(experts, tile.outputs))](
             x, weight, weight if bias is None else bias, logits, tokens, HIDDEN=hidden, E=experts, STRIDE=stride,
-            BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=max(block_k, 16), PDL=pdl,
-            num_warps=4, num_stages=3, launch_pdl=pdl,
+            BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_E=tile.outputs, BLOCK_K=max(block_k, 16), PDL=pdl,
+            num_warps=tile.warps, num_stages=3, launch_pdl=pdl,
         )  # fmt: skip
     return logits[:, :experts]
 

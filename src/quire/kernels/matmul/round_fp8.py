@@ -28,9 +28,11 @@ def _round(
     codes,  # e4m3 [rows, WIDTH]
     scales,  # fp32 [rows, GROUPS]; with BY_COLUMN [GROUPS, rows]
     total,  # [rows, WIDTH]: x + residual, if ADD
+    normed,  # [rows, WIDTH]: the values that are rounded, if KEEP
     eps,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
+    KEEP: tl.constexpr,
     STATIC: tl.constexpr,
     KIND: tl.constexpr,
     GROUPS: tl.constexpr,  # scales per row
@@ -67,6 +69,8 @@ def _round(
         value = rounded.to(tl.float32)
     if NORM:
         value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * gain
+    if KEEP:
+        tl.store(normed + row * WIDTH + at, value.to(dtype), mask=inside)
     value = value.to(dtype).to(tl.float32)
     size, spoilt = tl.abs(value), value * 0.0  # 0, or NaN for what is not finite
     if STATIC:
@@ -115,21 +119,45 @@ def round_fp8(
         The codes e4m3 [rows, width]; the scales, fp32 [rows, 1] or [rows, width / 128 rounded up]; and the sum
         x + residual, or x.
     """
+    codes, scales, total, _ = _launch(x, by_group, static_scale, kind, norm, residual, eps, by_column, False)
+    return codes, scales, total
+
+
+def norm_and_round(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, by_group: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the codes, scales and sum of `round_fp8` of norm(x + residual), and the normed rows [rows, width]."""
+    return _launch(x, by_group, None, None, norm, residual, eps, False, True)
+
+
+def _launch(
+    x: torch.Tensor,
+    by_group: bool,
+    static_scale: torch.Tensor | None,
+    kind: str | None,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    by_column: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales, sum, and with `keep` the values that were rounded."""
     rows, width = x.shape[0], x.shape[1] if kind is None else x.shape[1] // 2
     groups = triton.cdiv(width, GROUP) if by_group else 1
     codes = torch.empty(rows, width, device=x.device, dtype=torch.float8_e4m3fn)
     shape = (groups, rows) if by_column else (rows, groups)
     scales = torch.empty(shape, device=x.device, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)
+    normed = torch.empty_like(x) if keep else x
     block = max(triton.next_power_of_2(width), GROUP)
     if norm is None and by_group:
         block = min(block, 2048)
     pdl = target_of(x.device).has_dependent_launch
     _round[(rows, triton.cdiv(width, block))](
         x, x if residual is None else residual, x if norm is None else norm,
-        x if static_scale is None else static_scale, codes, scales, total, eps,
-        NORM=norm is not None, ADD=residual is not None, STATIC=static_scale is not None, KIND=kind or "",
+        x if static_scale is None else static_scale, codes, scales, total, normed, eps,
+        NORM=norm is not None, ADD=residual is not None, KEEP=keep, STATIC=static_scale is not None, KIND=kind or "",
         GROUPS=groups, GROUP=GROUP, BY_COLUMN=by_column, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
         num_warps=min(max(block // 256, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
-    return codes, scales.t() if by_column else scales, total
+    return codes, scales.t() if by_column else scales, total, normed

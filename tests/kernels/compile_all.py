@@ -72,7 +72,7 @@ from quire.kernels.matmul import (
 )
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
-from quire.kernels.state import conv, delta_step, recurrence, selective_scan
+from quire.kernels.state import conv, delta_step, gates, recurrence, selective_scan
 from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target
 from quire.layers.expert_weights import ExpertWeights
@@ -470,6 +470,11 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         b, step = torch.empty(tokens, 16, dtype=dtype), torch.empty(tokens, 4096)
         scan_state, rate = torch.empty(9, 4096, 16), torch.empty(4096, 16)
         selective_scan.selective_scan(x, step, rate, b, b, torch.empty(4096), scan_state, each)
+    vectors, rates = torch.empty(8, heads, value, dtype=dtype), torch.empty(8, heads, dtype=dtype)
+    gates.delta_gates(rates, rates, gate[0], gate[0])
+    gates.gated_norm(vectors, vectors, matrices[0, 0, 0], 1e-6)
+    if target.has_fp8 and value == 128:
+        gates.rounded_norm(vectors, vectors, matrices[0, 0, 0], 1e-6, True)
     channels, ones = heads * (key + value), replace(rows, short_only=True)  # half as many key heads
     of_heads, window = torch.empty(heads), torch.empty(9, 3, channels, dtype=dtype)
     sizes = heads // 2, key, heads, value

@@ -27,7 +27,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.residual import FusedMLP
-from quire.quant.base import NEVER
+from quire.quant.base import NEVER, RoundedRows
 from quire.quant.forms import QuantisedWeight, unpack4
 from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
 
@@ -205,6 +205,7 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     want = F.linear(codes.float() * scales.repeat_interleave(inputs // scales.shape[1], 1), numbers)
     close(multiply(x), want)
     close(multiply.add(x, beside), want + beside.float())
+    assert torch.equal(multiply.of_rounded(RoundedRows(codes, scales, DTYPE)), multiply(x))
     multiply.gemv_rows = 0
     close(multiply(x[:2]), x[:2].float() @ numbers.t())
     norm = values(inputs)
@@ -235,6 +236,15 @@ def test_scales_of_blocks_come_in_the_order_of_the_library(monkeypatch: pytest.M
     multiply.of_gated(values(8, 1024), "silu", None)
     assert [scales.shape for scales in seen] == [(8, 4)] * 3
     assert all(scales.t().is_contiguous() for scales in seen)
+    assert [multiply.scale_order(rows) for rows in (2, 3, 4, 5, 8)] == [
+        None,
+        "rows",
+        "rows",
+        "columns",
+        "columns",
+    ]
+    multiply.rounds = False
+    assert multiply.scale_order(8) is None
 
 
 @pytest.mark.parametrize("rounding", ["token", "block"])

@@ -5,6 +5,7 @@ Rows are ragged, some are empty, some begin here, and the batch is padded. Rows 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,14 @@ from quire.layers.state.recurrence import recurrence, unit_length
 from quire.layers.state.selective_scan import selective_scan
 
 pytest.importorskip("triton")
+from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.state import chunks, conv, delta_step
 from quire.kernels.state import gates as kernel_gates
 from quire.kernels.state import recurrence as recur
 from quire.kernels.state import selective_scan as scan
+from quire.layers.mixer_params import DeltaParams
+from quire.layers.state.gated_delta import GatedDeltaNet
+from quire.layers.state.ops import StateOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = [3, 0, 1, 6, 0]
@@ -412,3 +417,54 @@ def test_gated_norm(tokens: int, activation: str) -> None:
     gate, weight = projected[:, 10:].unflatten(1, (3, 20)), torch.randn(20, device=DEVICE)
     got = kernel_gates.gated_norm(x, gate, weight, 1e-6, activation)
     torch.testing.assert_close(got, gates.gated_norm(x, gate, weight, 1e-6, activation), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_norm_that_rounds_changes_no_bit(tokens: int, by_column: bool) -> None:
+    """The codes and scales are those of the kernel that rounds the result of the norm."""
+    torch.manual_seed(6)
+    x, gate = (torch.randn(tokens, 3, 128, device=DEVICE, dtype=HALF) for _ in range(2))
+    weight = torch.rand(128, device=DEVICE)
+    x[1] = 0
+    x[2, 1, 7] = float("inf")
+    codes, scales = kernel_gates.rounded_norm(x, gate, weight, 1e-6, by_column)
+    normed = kernel_gates.gated_norm(x, gate, weight, 1e-6).flatten(1)
+    wanted, wanted_scales, _ = round_fp8(normed, True, by_column=by_column)
+    assert torch.equal(codes.flatten(1).view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(scales, wanted_scales, rtol=0, atol=0, equal_nan=True)
+    assert scales.stride() == wanted_scales.stride() and scales[2, 1].isnan()
+
+
+def test_a_layer_rounds_what_its_output_projection_rounds() -> None:
+    """Unless it is the last layer, whose result is narrowed before the projection."""
+    torch.manual_seed(7)
+    keys, heads, key, value, tokens = 1, 2, 16, 128, 20
+    channels = 2 * keys * key + heads * value
+    rows = StateRows(*(torch.tensor(x, device=DEVICE) for x in ([1], [0, tokens], [True])))
+    rows.starts = rows.starts.int()
+    layer = object.__new__(GatedDeltaNet)
+    layer.params = DeltaParams(
+        stored="grouped", key_heads=keys, value_heads=heads, key_dim=key, value_dim=value, width=4
+    )
+    layer.keys, layer.heads, layer.step, layer.eps = keys, heads, None, 1e-6
+    layer.qkv_sizes = [key, key, heads * value]
+    layer.taps, layer.norm_weight = torch.randn(4, channels, device=DEVICE), torch.rand(value, device=DEVICE)
+    layer.rate, layer.step_bias = torch.rand(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    kernels = (kernel_gates.delta_gates, kernel_gates.gated_norm, kernel_gates.rounded_norm)
+    layer.ops = StateOps(conv.causal_conv, recur.recurrence, scan.selective_scan, *kernels)
+    output: Any = SimpleNamespace(scale_order=lambda count: "columns" if count == tokens else None)
+    layer.output = output
+    parts = torch.randn(tokens, channels + heads * value + 2 * heads, device=DEVICE, dtype=HALF).split(
+        [channels, heads * value, heads, heads], 1
+    )
+
+    def mixed(is_last: bool) -> Any:
+        layer.is_last = is_last
+        window = torch.zeros(2, 3, channels, device=DEVICE, dtype=HALF)
+        return layer.mix(parts, (window, torch.zeros(2, heads, key, value, device=DEVICE)), rows)
+
+    plain, rounded = mixed(True), mixed(False)
+    codes, scales, _ = round_fp8(plain, True, by_column=True)
+    assert torch.equal(rounded.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(rounded.scales, scales) and rounded.dtype == plain.dtype

@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.quant.base import NEVER, FusingMatmul
+from quire.quant.base import NEVER, FusingMatmul, RoundedRows, ScaleOrder
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -48,6 +48,15 @@ class ResidualAdd:
         if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.added_rows:
             return self.matmul.add(x, residual), None
         return self.linear(x), residual
+
+    def scale_order(self, rows: int) -> ScaleOrder | None:
+        """Return the order of scales of inputs that may be rounded in front; None if they may not."""
+        return None if self.product is None else self.product.scale_order(rows)
+
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None) -> Stream:
+        """Return the layer of rounded rows, whose number has a `scale_order`."""
+        assert self.product is not None
+        return self.product.of_rounded(x), residual
 
     def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor) -> Stream:
         """Return the layer of kind(gate) * up, for at least `gated_rows` rows of its product."""

@@ -34,7 +34,7 @@ from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.target import target_of
 from quire.layers.env import Env
-from quire.quant.base import FusingMatmul, Matmul, NormedProduct
+from quire.quant.base import FusingMatmul, Matmul, NormedProduct, RoundedRows, ScaleOrder
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
 
 # Results up to which an FP8 product of the library is faster without scales, and a kernel behind it that applies them.
@@ -235,7 +235,6 @@ class PackedCodesMatmul(FusingMatmul):
         eps: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `round_fp8` of x, with its scales in the order of the product with so many rows."""
-        of_blocks = self.by_group and self.in_library and x.shape[0] > self.most_in_fp8
         return round_fp8(
             x,
             self.by_group,
@@ -244,8 +243,16 @@ class PackedCodesMatmul(FusingMatmul):
             norm=norm,
             residual=residual,
             eps=eps,
-            by_column=of_blocks,
+            by_column=self.scale_order(x.shape[0]) == "columns",
         )
+
+    def scale_order(self, rows: int) -> ScaleOrder | None:
+        if not (self.rounds and self.by_group) or rows <= self.most_in_registers:
+            return None
+        return "columns" if self.in_library and rows > self.most_in_fp8 else "rows"
+
+    def of_rounded(self, x: RoundedRows) -> torch.Tensor:
+        return self.multiply_rounded(x.codes, x.scales, x.dtype)
 
     def multiply_rounded(
         self,

@@ -15,8 +15,8 @@ from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
 GROUP = 128
-_LARGEST = 448.0
-_TINY = 1e-12  # scale of zeros
+LARGEST = 448.0
+TINY = 1e-12  # scale of zeros
 
 
 @kernel
@@ -157,7 +157,7 @@ def _launch(
         x, x if residual is None else residual, x if norm is None else norm,
         x if static_scale is None else static_scale, codes, scales, total, normed, eps,
         NORM=norm is not None, ADD=residual is not None, KEEP=keep, STATIC=static_scale is not None, KIND=kind or "",
-        GROUPS=groups, GROUP=GROUP, BY_COLUMN=by_column, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
+        GROUPS=groups, GROUP=GROUP, BY_COLUMN=by_column, WIDTH=width, BLOCK=block, LARGEST=LARGEST, TINY=TINY, PDL=pdl,
         num_warps=min(max(block // 256, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return codes, scales.t() if by_column else scales, total, normed

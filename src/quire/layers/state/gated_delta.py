@@ -12,7 +12,8 @@ from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
 from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import pick_ops
-from quire.quant.base import Part
+from quire.quant.base import Part, RoundedRows
+from quire.quant.forms import FP8_BLOCK
 
 
 class GatedDeltaNet(StateMixer):
@@ -45,7 +46,7 @@ class GatedDeltaNet(StateMixer):
 
     def mix(
         self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | RoundedRows:
         params, (qkv, z, b, a) = self.params, parts
         if self.step is not None and self.step.takes(rows):
             window, matrices = state
@@ -65,6 +66,10 @@ class GatedDeltaNet(StateMixer):
             True,
         )
         z = z.unflatten(1, (self.heads, -1))
+        order = None if self.is_last else self.output.scale_order(len(read))
+        if order and params.value_dim == FP8_BLOCK:  # the columns of a head have a scale of their own
+            codes, scales = self.ops.rounded_norm(read, z, self.norm_weight, self.eps, order == "columns")
+            return RoundedRows(codes.flatten(1), scales, read.dtype)
         return self.ops.gated_norm(read, z, self.norm_weight, self.eps).flatten(1)
 
 

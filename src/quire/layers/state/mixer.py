@@ -17,6 +17,7 @@ from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.residual import ResidualAdd, ResidualNorm, SplitProjection, Stream
 from quire.layers.rope import Rotation
+from quire.quant.base import RoundedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class StateMixer:
     ) -> Stream:
         parts, residual = self.project(x, residual)
         mixed = self.mix(parts, batch.states[self.index], StateRows.of(batch))
+        if isinstance(mixed, RoundedRows):
+            return self.output.of_rounded(mixed, residual)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             mixed, residual = batch.narrow(mixed, residual)
@@ -66,8 +69,10 @@ class StateMixer:
     @abstractmethod
     def mix(
         self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | RoundedRows:
         """Return the input of the output projection, [tokens, width]; updates `state`.
+
+        It may be rounded if the projection has a `scale_order`, and the layer is not the last one.
 
         Args:
             parts: outputs of the first projection, [tokens, size] each, with contiguous rows.

@@ -43,6 +43,10 @@ def _no_step(*layer: Any) -> None:
     return None
 
 
+def _no_rounded_norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError  # no product on a CPU has a `scale_order`
+
+
 @dataclass(frozen=True, slots=True)
 class StateOps:
     """Functions of ragged batches. The plain ones define what each computes."""
@@ -52,6 +56,8 @@ class StateOps:
     scan: Callable[..., torch.Tensor] = selective_scan
     gates: Callable[..., tuple[torch.Tensor, torch.Tensor]] = delta_gates
     gated_norm: Callable[..., torch.Tensor] = gated_norm
+    # The same, rounded for an FP8 product; kernels only.
+    rounded_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _no_rounded_norm
     delta_step: Callable[..., FusedStep | None] = _no_step  # from the parameters of a gated delta layer
 
 
@@ -67,5 +73,6 @@ def pick_ops(env: Env) -> StateOps:
         selective_scan.selective_scan,
         gates.delta_gates,
         gates.gated_norm,
+        gates.rounded_norm,
         delta_step.make_delta_step,
     )

@@ -23,12 +23,14 @@ from quire.kernels.matmul.packed import half_for, reorder_nibbles
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.matmul.tiles import RowsTile
+from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.residual import FusedMLP
-from quire.quant.base import NEVER, RoundedRows
+from quire.layers.residual import FusedMLP, SplitProjection
+from quire.quant.base import NEVER, PlainMatmul, RoundedRows
 from quire.quant.forms import QuantisedWeight, unpack4
+from quire.quant.loading import ConcatenatedMatmul
 from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
 
 ON_GPU = torch.cuda.is_available()
@@ -245,6 +247,32 @@ def test_scales_of_blocks_come_in_the_order_of_the_library(monkeypatch: pytest.M
     ]
     multiply.rounds = False
     assert multiply.scale_order(8) is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_norm_in_front_of_products_in_different_formats(beside: bool) -> None:
+    """As in FP8 checkpoints of Qwen3-Next: one kernel norms for the plain product and rounds for the other."""
+    hidden, sizes = 256, [96, 40, 8]
+    rounding = product_of(WeightMaker(128, hidden).fp8(True, "block"), None)
+    rounding.rounds, rounding.most_in_registers, rounding.most_in_fp8 = True, 2, 100
+    linear = object.__new__(Linear)
+    linear.needs_reduce = False
+    linear.multiply = ConcatenatedMatmul([rounding, PlainMatmul(values(16, hidden), None)])
+    norm = object.__new__(RMSNorm)
+    norm.weight, norm.eps, norm.fuses = values(hidden), EPS, True
+    norm.alone = lambda x: rms_norm(x, norm.weight, EPS)
+    norm.add = lambda x, residual: add_rms_norm(x, residual, norm.weight, EPS)
+    project, calls = SplitProjection(norm, linear, sizes), []
+    for rows in (2, 19):  # the first ones are not rounded
+        x = values(rows, hidden)
+        residual = x.flip(0).contiguous() if beside else None
+        got, total = project(x, residual)
+        normed, wanted_total = norm(x, residual)
+        wanted = linear(normed).split(sizes, 1)
+        assert [part.shape[1] for part in got] == sizes and total is not None
+        assert all(map(torch.equal, got, wanted)) and torch.equal(total, wanted_total)
+        calls.append(linear.multiply.rounding(rows))
+    assert calls == [None, rounding]
 
 
 @pytest.mark.parametrize("rounding", ["token", "block"])

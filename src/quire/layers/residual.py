@@ -21,6 +21,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.quant.base import NEVER, FusingMatmul, RoundedRows, ScaleOrder
+from quire.quant.loading import ConcatenatedMatmul
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -113,6 +114,8 @@ class SplitProjection:
 
     def __init__(self, norm: ResidualNorm, linear: Linear, sizes: list[int]) -> None:
         self.normed, self.linear, self.sizes = NormedLayer(norm, linear), linear, sizes
+        self.rms = norm if isinstance(norm, RMSNorm) and norm.fuses else None
+        self.products = linear.multiply if isinstance(linear.multiply, ConcatenatedMatmul) else None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -120,6 +123,8 @@ class SplitProjection:
         if x.shape[0] <= self.normed.fused_rows:
             whole, residual = self.normed.fused(x, residual)
             return whole.split(self.sizes, 1), residual
+        if self.rms is not None and self.products is not None and self.products.rounding(x.shape[0]):
+            return self.products.split_normed(x, residual, self.rms.weight, self.rms.eps, self.sizes)
         x, residual = self.normed.norm(x, residual)
         return self.linear.split(x, self.sizes), residual
 

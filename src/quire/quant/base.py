@@ -132,6 +132,16 @@ class FusingMatmul(Matmul):
         """Return the product with rounded rows, whose number has a `scale_order`."""
         raise NotImplementedError
 
+    def norm_and_round(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[RoundedRows, torch.Tensor, torch.Tensor]:
+        """Norm x + residual, whose number of rows has a `scale_order`, for this product and others.
+
+        Returns:
+            The normed rows, rounded; the normed rows [rows, inputs]; and the sum x + residual.
+        """
+        raise NotImplementedError
+
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
     """Return the fastest exact product with `weight` [outputs, inputs] on its device.

@@ -28,7 +28,7 @@ from quire.kernels.matmul.packed import (
     reorder_nibbles,
 )
 from quire.kernels.matmul.rescale import rescale
-from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.matmul.round_fp8 import norm_and_round, round_fp8
 from quire.kernels.matmul.tiles import ANY_ROWS, NARROW_ROWS, rows_in_fp8, rows_in_registers
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm, rms_norm
@@ -253,6 +253,13 @@ class PackedCodesMatmul(FusingMatmul):
 
     def of_rounded(self, x: RoundedRows) -> torch.Tensor:
         return self.multiply_rounded(x.codes, x.scales, x.dtype)
+
+    def norm_and_round(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[RoundedRows, torch.Tensor, torch.Tensor]:
+        by_column = self.scale_order(x.shape[0]) == "columns"
+        codes, scales, total, normed = norm_and_round(x, residual, norm, eps, self.by_group, by_column)
+        return RoundedRows(codes, scales, x.dtype), normed, total
 
     def multiply_rounded(
         self,

@@ -124,10 +124,15 @@ def round_fp8(
 
 
 def norm_and_round(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, by_group: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    by_group: bool,
+    by_column: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the codes, scales and sum of `round_fp8` of norm(x + residual), and the normed rows [rows, width]."""
-    return _launch(x, by_group, None, None, norm, residual, eps, False, True)
+    return _launch(x, by_group, None, None, norm, residual, eps, by_column, True)
 
 
 def _launch(

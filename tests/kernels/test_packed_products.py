@@ -27,7 +27,7 @@ from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.residual import FusedMLP, SplitProjection
+from quire.layers.residual import FusedMLP, ResidualAdd, SplitProjection
 from quire.quant.base import NEVER, PlainMatmul, RoundedRows
 from quire.quant.forms import QuantisedWeight, unpack4
 from quire.quant.loading import ConcatenatedMatmul
@@ -207,7 +207,14 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     want = F.linear(codes.float() * scales.repeat_interleave(inputs // scales.shape[1], 1), numbers)
     close(multiply(x), want)
     close(multiply.add(x, beside), want + beside.float())
-    assert torch.equal(multiply.of_rounded(RoundedRows(codes, scales, DTYPE)), multiply(x))
+    rounded, output = RoundedRows(codes, scales, DTYPE), object.__new__(ResidualAdd)
+    output.product = output.matmul = multiply
+    output.linear = multiply  # type: ignore[assignment]
+    for most in (18, 19):  # rows to which the kernel of the product adds the residual
+        multiply.added_rows = most
+        got, left = output.of_rounded(rounded, beside)
+        wanted, wanted_left = output(x, beside)
+        assert torch.equal(got, wanted) and left is wanted_left and (left is None) == (most == 19)
     multiply.gemv_rows = 0
     close(multiply(x[:2]), x[:2].float() @ numbers.t())
     norm = values(inputs)

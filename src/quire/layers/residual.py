@@ -57,6 +57,8 @@ class ResidualAdd:
     def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None) -> Stream:
         """Return the layer of rounded rows, whose number has a `scale_order`."""
         assert self.product is not None
+        if self.matmul is not None and residual is not None and len(x.codes) <= self.matmul.added_rows:
+            return self.product.of_rounded(x, residual), None
         return self.product.of_rounded(x), residual
 
     def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor) -> Stream:

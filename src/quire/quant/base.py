@@ -128,8 +128,8 @@ class FusingMatmul(Matmul):
         """Return the order of scales if so many rows are rounded per 128 columns; None if they are not."""
         return None
 
-    def of_rounded(self, x: RoundedRows) -> torch.Tensor:
-        """Return the product with rounded rows, whose number has a `scale_order`."""
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product with rounded rows, whose number has a `scale_order`, plus `residual` [rows, outputs]."""
         raise NotImplementedError
 
     def norm_and_round(

@@ -247,12 +247,16 @@ class PackedCodesMatmul(FusingMatmul):
         )
 
     def scale_order(self, rows: int) -> ScaleOrder | None:
-        if not (self.rounds and self.by_group) or rows <= self.most_in_registers:
+        if (
+            not (self.rounds and self.by_group)
+            or self.input_scale is not None
+            or rows <= self.most_in_registers
+        ):
             return None
         return "columns" if self.in_library and rows > self.most_in_fp8 else "rows"
 
-    def of_rounded(self, x: RoundedRows) -> torch.Tensor:
-        return self.multiply_rounded(x.codes, x.scales, x.dtype)
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.multiply_rounded(x.codes, x.scales, x.dtype, residual)
 
     def norm_and_round(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float

@@ -182,7 +182,7 @@ class Steps:
         """Return the least time of the layer, or of `part` of its weights."""
         layer = self.layers[0]
         read = stored_bytes(layer) * self.met / self.case.experts / BANDWIDTH
-        in_fp8 = isinstance(layer, QuantisedExperts) and layer.in_fp8
+        in_fp8 = isinstance(layer, QuantisedExperts) and layer.rounds
         sums = (
             6
             * self.tokens

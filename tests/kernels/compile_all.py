@@ -1,11 +1,12 @@
 """Compile every kernel as its wrapper launches it, for GPUs that are not present, and check its shared memory.
 
     python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
-                                        [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...]
+                                        [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...] [--warp-loops]
 
 Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile, needs more
-shared memory than the target has, or contains an instruction that `--forbid` names by its beginning. `--sample` takes
-only the first variant of each kernel in each model. Without `--binary` or `--forbid`, compilation stops before the
+shared memory than the target has, or contains an instruction that `--forbid` names by its beginning, or with
+`--warp-loops` if warps wait for each other in a loop that reduces numbers of a warp. `--sample` takes only the first
+variant of each kernel in each model. Without `--binary`, `--forbid` or `--warp-loops`, compilation stops before the
 assembler, when shared memory is already known.
 
 A driver that only names its target replaces the device, and launches are recorded instead of run.
@@ -40,6 +41,7 @@ from quire.kernels import (
     draft_pairs,
     ngram,
     norm,
+    open_gate,
     rope,
     sum_and_norm,
     two_trip,
@@ -71,7 +73,7 @@ from quire.kernels.matmul import (
 )
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
-from quire.kernels.state import conv, delta_step, recurrence, selective_scan
+from quire.kernels.state import conv, delta_step, gates, recurrence, selective_scan
 from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target
 from quire.layers.expert_weights import ExpertWeights
@@ -260,7 +262,9 @@ def layers(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     else:
         norm.add_rms_norm(x, x, x[0], 1e-6)
         activation.gated(torch.zeros(7, 2 * model.intermediate, dtype=dtype), model.kind)
-        activation.open_gate(x, x)
+        open_gate.open_gate(x, x)
+        if target.has_fp8 and x.shape[1] % 128 == 0:
+            open_gate.open_gate_rounded(x, x, True)
 
 
 def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -460,7 +464,8 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     matrices, gate = torch.empty(9, heads, key, value), torch.empty(tokens, heads)
     x, window = torch.empty(tokens, 4096, dtype=dtype), torch.empty(9, 3, 4096, dtype=dtype)
     for each in (rows, replace(rows, targets=longs(tokens))):
-        conv.causal_conv(x, torch.empty(4, 4096), None, window, each, "silu")
+        for inputs in (x, torch.empty(4 * tokens, 4096, dtype=dtype)):
+            conv.causal_conv(inputs, torch.empty(4, 4096), None, window, each, "silu")
         recurrence.recurrence(q, q, v, gate, gate, matrices, each, 0.1, True)
         recurrence.recurrence(q, q, v, gate, None, matrices, each)
         channels = torch.empty(tokens, heads, key)
@@ -468,6 +473,11 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         b, step = torch.empty(tokens, 16, dtype=dtype), torch.empty(tokens, 4096)
         scan_state, rate = torch.empty(9, 4096, 16), torch.empty(4096, 16)
         selective_scan.selective_scan(x, step, rate, b, b, torch.empty(4096), scan_state, each)
+    vectors, rates = torch.empty(8, heads, value, dtype=dtype), torch.empty(8, heads, dtype=dtype)
+    gates.delta_gates(rates, rates, gate[0], gate[0])
+    gates.gated_norm(vectors, vectors, matrices[0, 0, 0], 1e-6)
+    if target.has_fp8 and value == 128:
+        gates.rounded_norm(vectors, vectors, matrices[0, 0, 0], 1e-6, True)
     channels, ones = heads * (key + value), replace(rows, short_only=True)  # half as many key heads
     of_heads, window = torch.empty(heads), torch.empty(9, 3, channels, dtype=dtype)
     sizes = heads // 2, key, heads, value
@@ -475,7 +485,10 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         *sizes, torch.empty(4, channels), of_heads, of_heads, matrices[0, 0, 0], 1e-6
     )
     assert run is not None
-    run(torch.empty(8, channels + heads * (value + 2), dtype=dtype), window, matrices, ones)
+    parts = torch.empty(8, channels + heads * (value + 2), dtype=dtype).split(
+        [channels, heads * value, heads, heads], 1
+    )
+    run(*parts, window, matrices, ones)
 
 
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
@@ -558,11 +571,26 @@ def instructions(cubin: bytes, wanted: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
 
 
-def compile_one(item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str]) -> Compiled:
+def waiting_loops(cubin: bytes) -> str:
+    """Return how many loops with a reduction over a warp contain a barrier; empty: none."""
+    lines, starts, waiting = get_sass(cubin).split("\n"), dict[str, int](), 0
+    for number, line in enumerate(lines):
+        if label := re.match(r"(LBB\d+):", line):
+            starts[label[1]] = number
+        elif (back := re.search(r"\bBRA (LBB\d+)", line)) and back[1] in starts:
+            body = "\n".join(lines[starts[back[1]] : number])
+            waiting += "REDUX" in body and "BAR." in body
+    return f"{waiting} loops with barriers" if waiting else ""
+
+
+def compile_one(
+    item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str], warp_loops: bool
+) -> Compiled:
     (name, _), (kernel, data) = item
     try:
         done = kernel.preload(data)
         found = instructions(done.asm["cubin"], forbidden) if forbidden else ""
+        found = found or (waiting_loops(done.asm["cubin"]) if warp_loops else "")
         return Compiled(name, done.metadata.shared, found and f"contains {found}")
     except Exception as error:  # any error of the compiler
         return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
@@ -601,7 +629,9 @@ def compile_for(
                     part(MODELS[name], dtype_of(dtype, target), target)
     forbidden = args.forbid.split(",") if args.forbid else []
     with ThreadPoolExecutor(args.threads) as pool:
-        compiled = pool.map(partial(compile_one, forbidden=forbidden), launches.kernels.items())
+        compiled = pool.map(
+            partial(compile_one, forbidden=forbidden, warp_loops=args.warp_loops), launches.kernels.items()
+        )
         done = dict(zip(launches.kernels, compiled, strict=True))
     return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
 
@@ -627,9 +657,12 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")
     parser.add_argument("--forbid", default="")
+    parser.add_argument("--warp-loops", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    knobs.runtime.add_stages_inspection_hook = None if args.binary or args.forbid else stop_at_assembler
+    knobs.runtime.add_stages_inspection_hook = (
+        None if args.binary or args.forbid or args.warp_loops else stop_at_assembler
+    )
     wrong: list[str] = []
     models = args.models.split(",")
     print("| GPU | limit | kernels | " + " | ".join(models) + " |")

@@ -77,6 +77,15 @@ def test_the_kernel_of_expanded_latents_assembles(tmp_path: Path) -> None:
     assert "_expanded_kernel" in done.stdout
 
 
+@pytest.mark.parametrize("kernel", ["_route", "_router_few"])
+def test_a_row_of_logits_is_routed_by_one_warp(kernel: str, tmp_path: Path) -> None:
+    """With a gate of shared experts rows have 513 logits: 100 barriers chose 10 experts while they were not padded."""
+    where = ("--models", "Qwen3-Next 80B-A3B", "--dtypes", "half", "--targets", "90", "--parts", "experts")
+    done = compile_all(tmp_path, *where, "--kernels", kernel, "--warp-loops")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert kernel in done.stdout
+
+
 # Conversions that few units of a GPU run, and loads of single bytes from shared memory. Attention over FP8 keys and values
 # was slower than over bf16 ones while its inner loop had some for every number.
 SLOW = "F2F.BF16,F2F.F16,LDS.U8,LDS.S8"

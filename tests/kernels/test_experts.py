@@ -103,6 +103,12 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
         assert choice.ids.tolist() == [[0, 1, 2]] * tokens
 
 
+def test_logits_of_many_tokens_and_experts() -> None:
+    """With tiles of 128 tokens and experts, where these occupy a GPU."""
+    x, weight = torch.randn(1100, 72, device=DEVICE), torch.randn(1901, 72, device=DEVICE)
+    torch.testing.assert_close(router_logits(x, weight, None), x @ weight.t(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 40), (5, 300), (16, 512), (37, 72)])
 def test_router(tokens: int, hidden: int) -> None:
     """The product with bias, and for few tokens the norm with and without a residual."""
@@ -117,6 +123,9 @@ def test_router(tokens: int, hidden: int) -> None:
     arrived, rule = torch.zeros(1, device=DEVICE, dtype=torch.int32), arguments(routing)
     logits = x @ weight.t() + bias
     torch.testing.assert_close(router_logits(x, weight, bias), logits, atol=1e-4, rtol=1e-4)
+    odd = router_logits(x, weight[:11], None)
+    assert odd.shape == (tokens, 11) and odd.stride(0) == 12
+    torch.testing.assert_close(odd, x @ weight[:11].t(), atol=1e-4, rtol=1e-4)
     choice = route_all(x, weight, bias, correction, rule, arrived)
     assert (choice.active is not None) == (tokens <= FEW_TOKENS)
     check_choice(choice, logits, routing, correction)

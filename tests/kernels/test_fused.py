@@ -6,6 +6,9 @@ graphs.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,9 @@ from quire.layers.rope_params import RopeParams
 
 pytest.importorskip("triton")
 
-from quire.kernels import activation, norm, rope
+from quire.kernels import activation, norm, open_gate, rope
+from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.models.gated_attention import GatedSelfAttention
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -115,7 +120,9 @@ def test_rotary_heads(
     turned, eps = heads + kv_heads, 1e-6
     weight = values(turned, dim, device=device, dtype=dtype, seed=1) if normed else None
     layer_norm = None if weight is None else head_norm(weight, eps)
-    qkv = values(tokens, (turned + kv_heads) * dim, device=device, dtype=dtype)
+    width = (turned + kv_heads) * dim
+    packed = values(tokens, width + dim, device=device, dtype=dtype)
+    qkv, behind = packed[:, :width], packed[:, width:].clone()
     positions = torch.arange(tokens, device=device).flip(0) * 7
     rope_table = Rope(RopeParams(theta=10000.0), dim, 1000, device, dtype)
     twin = RotaryHeads(heads, kv_heads, dim, layer_norm)
@@ -124,7 +131,7 @@ def test_rotary_heads(
     got = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
     for part, wanted_part in zip(got, wanted):
         assert_close(part, wanted_part)
-    assert torch.equal(got[2], wanted[2])
+    assert torch.equal(got[2], wanted[2]) and torch.equal(packed[:, width:], behind)
 
 
 # -------------------------------------------------------------------------------------- activations
@@ -146,7 +153,60 @@ def test_gated(device: torch.device, dtype: torch.dtype, rows: int, width: int, 
 def test_open_gate(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x, packed = (values(rows, 2 * width, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
     x, gate = x[:, :width].contiguous(), packed[:, width:]
-    assert_close(activation.open_gate(x, gate), x * gate.sigmoid())
+    assert_close(open_gate.open_gate(x, gate), x * gate.sigmoid())
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_an_opened_gate_that_is_rounded_changes_no_bit(by_column: bool) -> None:
+    """The codes and scales are those of the kernel that rounds the result."""
+    device, dtype = (
+        (torch.device("cuda"), torch.bfloat16)
+        if torch.cuda.is_available()
+        else (torch.device("cpu"), torch.float16)
+    )
+    x, packed = (values(5, 1280, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    packed = torch.cat((x, packed), 1)
+    x[1], x[2, 700] = 0, float("inf")
+    codes, scales = open_gate.open_gate_rounded(x, packed[:, 1280:], by_column)
+    opened = open_gate.open_gate(x, packed[:, 1280:])
+    wanted, wanted_scales, _ = round_fp8(opened, True, by_column=by_column)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(scales, wanted_scales, rtol=0, atol=0, equal_nan=True)
+    assert scales.stride() == wanted_scales.stride() and scales[2, 5].isnan()
+
+
+@interpreted
+@pytest.mark.parametrize("is_last", [False, True])
+def test_gated_attention_rounds_what_its_output_projection_rounds(is_last: bool) -> None:
+    """Unless it is the last layer, whose result is narrowed before the projection."""
+    packed = values(20, 640, device=torch.device("cpu"), dtype=torch.float16)
+    attended, residual = (
+        values(20, 256, device=torch.device("cpu"), dtype=torch.float16, seed=1),
+        torch.zeros(20, 1),
+    )
+
+    class Output:
+        def __call__(self, x: Any, residual: Any) -> Any:
+            return x, residual
+
+        def scale_order(self, rows: int) -> str | None:
+            return "columns" if rows == 20 else None
+
+        def of_rounded(self, x: Any, residual: Any) -> Any:
+            return x, residual
+
+    layer: Any = object.__new__(GatedSelfAttention)
+    layer.gate_width, layer.is_last, layer.o = 256, is_last, Output()
+    layer.qkv, layer.attend = lambda x, r: (packed, r), lambda qkv, rotation, batch: attended
+    layer.open_gate, layer.rounded_gate = open_gate.open_gate, open_gate.open_gate_rounded
+    found, _ = layer(None, residual, None, SimpleNamespace(narrow=lambda x, r: (x[-1:], r)))
+    opened = open_gate.open_gate(attended, packed[:, 384:])
+    if is_last:
+        assert torch.equal(found, opened[-1:])
+    else:
+        codes, scales, _ = round_fp8(opened, True, by_column=True)
+        assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(found.scales, scales) and found.dtype == opened.dtype
 
 
 # ---------------------------------------------------------------------------------------- captured

@@ -23,12 +23,14 @@ from quire.kernels.matmul.packed import half_for, reorder_nibbles
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.matmul.tiles import RowsTile
+from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.residual import FusedMLP
-from quire.quant.base import NEVER
+from quire.layers.residual import FusedMLP, ResidualAdd, SplitProjection
+from quire.quant.base import NEVER, PlainMatmul, RoundedRows
 from quire.quant.forms import QuantisedWeight, unpack4
+from quire.quant.loading import ConcatenatedMatmul
 from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
 
 ON_GPU = torch.cuda.is_available()
@@ -185,6 +187,10 @@ def test_rounding_to_fp8(block: bool, before: str) -> None:
     assert wrong.float().mean() <= (0 if ON_GPU else 0.03)
     if before == "norm":
         assert torch.equal(total, x + residual)
+    if block:
+        same, turned, _ = round_fp8(x, True, **options, by_column=True)
+        assert torch.equal(same.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(turned, scales)
+        assert turned.stride() == (1, rows)
     x[3, 1] = float("inf")
     assert round_fp8(x, block, **options)[1][3, 0].isnan()
 
@@ -201,6 +207,14 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     want = F.linear(codes.float() * scales.repeat_interleave(inputs // scales.shape[1], 1), numbers)
     close(multiply(x), want)
     close(multiply.add(x, beside), want + beside.float())
+    rounded, output = RoundedRows(codes, scales, DTYPE), object.__new__(ResidualAdd)
+    output.product = output.matmul = multiply
+    output.linear = multiply  # type: ignore[assignment]
+    for most in (18, 19):  # rows to which the kernel of the product adds the residual
+        multiply.added_rows = most
+        got, left = output.of_rounded(rounded, beside)
+        wanted, wanted_left = output(x, beside)
+        assert torch.equal(got, wanted) and left is wanted_left and (left is None) == (most == 19)
     multiply.gemv_rows = 0
     close(multiply(x[:2]), x[:2].float() @ numbers.t())
     norm = values(inputs)
@@ -212,6 +226,60 @@ def test_products_of_rounded_inputs(rounding: str) -> None:
     gate, up = want.chunk(2, 1)
     close(got, F.silu(gate) * up, 2 * TOLERANCE)
     assert torch.equal(summed, total)
+
+
+def test_scales_of_blocks_come_in_the_order_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no kernel has to put them into it, unless rows are added to fill a multiple of four."""
+    multiply = product_of(WeightMaker(128, 512).fp8(True, "block"), None)
+    multiply.rounds, multiply.in_library, multiply.most_in_registers, multiply.most_in_fp8 = True, True, 2, 4
+    seen = []
+
+    def product(self: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(scales)
+        return torch.zeros(len(codes), 128, dtype=dtype, device=codes.device)
+
+    monkeypatch.setattr(type(multiply), "_multiply_blocks", product)
+    x = values(8, 512)
+    multiply(x)
+    multiply.after_norm(values(512), EPS, None)(x, x)
+    multiply.of_gated(values(8, 1024), "silu", None)
+    assert [scales.shape for scales in seen] == [(8, 4)] * 3
+    assert all(scales.t().is_contiguous() for scales in seen)
+    assert [multiply.scale_order(rows) for rows in (2, 3, 4, 5, 8)] == [
+        None,
+        "rows",
+        "rows",
+        "columns",
+        "columns",
+    ]
+    multiply.rounds = False
+    assert multiply.scale_order(8) is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_norm_in_front_of_products_in_different_formats(beside: bool) -> None:
+    """As in FP8 checkpoints of Qwen3-Next: one kernel norms for the plain product and rounds for the other."""
+    hidden, sizes = 256, [96, 40, 8]
+    rounding = product_of(WeightMaker(128, hidden).fp8(True, "block"), None)
+    rounding.rounds, rounding.most_in_registers, rounding.most_in_fp8 = True, 2, 100
+    linear = object.__new__(Linear)
+    linear.needs_reduce = False
+    linear.multiply = ConcatenatedMatmul([rounding, PlainMatmul(values(16, hidden), None)])
+    norm = object.__new__(RMSNorm)
+    norm.weight, norm.eps, norm.fuses = values(hidden), EPS, True
+    norm.alone = lambda x: rms_norm(x, norm.weight, EPS)
+    norm.add = lambda x, residual: add_rms_norm(x, residual, norm.weight, EPS)
+    project, calls = SplitProjection(norm, linear, sizes), []
+    for rows in (2, 19):  # the first ones are not rounded
+        x = values(rows, hidden)
+        residual = x.flip(0).contiguous() if beside else None
+        got, total = project(x, residual)
+        normed, wanted_total = norm(x, residual)
+        wanted = linear(normed).split(sizes, 1)
+        assert [part.shape[1] for part in got] == sizes and total is not None
+        assert all(map(torch.equal, got, wanted)) and torch.equal(total, wanted_total)
+        calls.append(linear.multiply.rounding(rows))
+    assert calls == [None, rounding]
 
 
 @pytest.mark.parametrize("rounding", ["token", "block"])

@@ -166,7 +166,9 @@ def check_spoilt(rows: Rows, seed: int, packed: bool, **options: Any) -> None:
             return backend.forward(case.layer, case.q, case.k, case.v, case.batch)
         positions, dim = int(case.batch.positions.max()) + 1, case.layer.head_dim
         rope = Rope(RopeParams(theta=10000.0), dim, positions, case.q.device, case.q.dtype)
-        return backend.forward_packed(case.layer, case.qkv.flatten(1), None, rope.table, case.batch)
+        wide = torch.cat((case.qkv, case.qkv[:, :1]), 1).flatten(1)  # as with a gate behind, in Qwen3-Next
+        qkv = wide[:, : -case.qkv.shape[2]]
+        return backend.forward_packed(case.layer, qkv, None, rope.table, case.batch)
 
     clean = results(*case_of(rows, seed=seed, **options))
     case, backend = case_of(rows, seed=seed, **options)

@@ -17,15 +17,18 @@ from quantised import FORMS, WeightMaker
 
 pytest.importorskip("triton")
 
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.experts.group import group
 from quire.kernels.experts.many import GroupedTile, weighted_sum
 from quire.kernels.experts.many_packed import many_packed_down, many_packed_gate_up
 from quire.kernels.experts.route import route, rule_arguments
 from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.mlp import gated
-from quire.layers.moe import GroupedMLPs, SortedExperts, masked_product
+from quire.layers.moe import GroupedMLPs, MoE, SortedExperts, masked_product
 from quire.layers.quantised_experts import QuantisedExperts, fused_quantised, matrices_of
+from quire.layers.routing import FusingRouter
 from quire.quant.forms import Fp8Weight, QuantisedWeight
 
 ON_GPU = torch.cuda.is_available()
@@ -110,7 +113,7 @@ class QuantisedCase:
 
     def many(self, layer: QuantisedExperts, first: GroupedTile, second: GroupedTile) -> Tensor:
         x, scales = self.x, None
-        if layer.in_fp8:
+        if layer.rounds:
             x, scales, _ = round_fp8(x, layer.gate_up.group > 0)
         grouped = group(self.choice, self.experts, first.rows)
         weights = self.weights
@@ -192,6 +195,46 @@ def test_inputs_rounded_to_fp8(form: str) -> None:
     assert (rows.float() - wanted).norm() < 1e-3 * wanted.norm()
 
 
+class ConstantRouter(FusingRouter):
+    """A router that returns the same choice for all rows, and keeps what it was given."""
+
+    fused_rows = 16
+
+    def __init__(self, choice: ExpertChoice) -> None:
+        self.choice, self.rows = choice, torch.empty(0)
+
+    def __call__(self, x: Tensor) -> ExpertChoice:
+        self.rows = x
+        return self.choice
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[ExpertChoice, Tensor, Tensor]:
+        raise AssertionError("for few rows only")
+
+
+@interpreted
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 rows"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_inputs_rounded_with_the_norm_in_front(form: str, beside: bool) -> None:
+    """One kernel norms for the router and rounds for the experts, and changes no bit."""
+    case = QuantisedCase(form, 21)
+    layer, router = case.layer(), ConstantRouter(case.choice)
+    layer.rounds = True
+    parallel: Any = SimpleNamespace(all_reduce=lambda y: y)
+    moe, gain, eps = MoE(router, layer, parallel), torch.rand(256, device=DEVICE).to(DTYPE) + 0.5, 1e-6
+    fused, most = moe.after_norm(gain, eps) or (None, 0)
+    assert fused is not None and most >= 1 << 20
+    residual = case.x.flip(0).contiguous() if beside else None
+    got, total = fused(case.x, residual)
+    normed = rms_norm(case.x, gain, eps) if residual is None else add_rms_norm(case.x, residual, gain, eps)[0]
+    assert torch.equal(router.rows, normed)
+    assert torch.equal(total, case.x if residual is None else case.x + residual)
+    assert torch.equal(got, layer(normed, case.choice)) and got.isfinite().all()
+    layer.rounds = False
+    assert moe.after_norm(gain, eps)[1] == router.fused_rows  # type: ignore[index]
+
+
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_a_token_that_is_not_finite_changes_no_other(tokens: int) -> None:
     case = QuantisedCase("mxfp4", tokens, **SMALL)
@@ -247,4 +290,4 @@ def test_shapes_of_models(
             down=replace(weights.down, rounding="block"),
         )
     layer = case.layer()
-    case.check(layer(case.x, case.choice), IN_FP8 if layer.in_fp8 else TOLERANCE)
+    case.check(layer(case.x, case.choice), IN_FP8 if layer.rounds else TOLERANCE)

@@ -5,6 +5,7 @@ Rows are ragged, some are empty, some begin here, and the batch is padded. Rows 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,14 @@ from quire.layers.state.recurrence import recurrence, unit_length
 from quire.layers.state.selective_scan import selective_scan
 
 pytest.importorskip("triton")
+from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.state import chunks, conv, delta_step
 from quire.kernels.state import gates as kernel_gates
 from quire.kernels.state import recurrence as recur
 from quire.kernels.state import selective_scan as scan
+from quire.layers.mixer_params import DeltaParams
+from quire.layers.state.gated_delta import GatedDeltaNet
+from quire.layers.state.ops import StateOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = [3, 0, 1, 6, 0]
@@ -70,6 +75,26 @@ def test_convolution(width: int, bias: bool, activation: str | None, targets: bo
     )
 
 
+@pytest.mark.parametrize("counts", [[150, 0, 47], [3, 16, 29, 64], [13, 100, 0, 0]], ids=str)
+@pytest.mark.parametrize(("width", "bias"), [(4, True), (3, False)])
+def test_convolution_of_prompts(counts: list[int], width: int, bias: bool) -> None:
+    """Strips inside a row, at its beginning and end, over several rows, and behind the last one."""
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    fresh, index = torch.tensor([True, False, False, False]), torch.tensor([0, 3, 1, 2])
+    rows = StateRows(*(x.to(DEVICE) for x in (index[: len(counts)], starts, fresh[: len(counts)])))
+    channels, used = 600, sum(counts)
+    x = torch.randn(used + 20, channels + 8, device=DEVICE)[:, :channels]
+    taps, shift = torch.randn(width, channels, device=DEVICE), torch.randn(channels, device=DEVICE)
+    windows = make_states(width - 1, channels)
+    found = []
+    for convolve in (causal_conv, conv.causal_conv):
+        window = windows.clone()
+        y = convolve(x, taps, shift if bias else None, window, rows, "silu")
+        found.append((y[:used], window[[i for i, count in zip(index.tolist(), counts) if count]]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert found[0][0].isfinite().all()
+
+
 def test_convolution_of_one_token_each() -> None:
     """Rows of one token take fewer operations, and give what the same tokens give in a batch of other rows."""
     torch.manual_seed(0)
@@ -110,11 +135,15 @@ def test_recurrence(channel_gate: bool, delta: bool, targets: bool) -> None:
     )
 
 
-def test_delta_step() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["one-product", "four-products"])
+def test_delta_step(apart: bool) -> None:
     """One kernel of rows of one token computes what the operations of a layer compute one by one."""
     torch.manual_seed(2)
     channels, values = 2 * KEY_HEADS * KEY + HEADS * VALUE, HEADS * VALUE
-    x = torch.randn(4, channels + values + 2 * HEADS, device=DEVICE)
+    parts = torch.randn(4, channels + values + 2 * HEADS, device=DEVICE).split(
+        [channels, values, HEADS, HEADS], 1
+    )
+    qkv, z, b, a = (part.contiguous() for part in parts) if apart else parts
     taps, norm = torch.randn(4, channels, device=DEVICE), torch.rand(VALUE, device=DEVICE)
     rate, bias = torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
     starts = torch.tensor([0, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)  # the third row is padding
@@ -124,9 +153,8 @@ def test_delta_step() -> None:
     windows, states = make_states(3, channels), make_states(HEADS, KEY, VALUE)
 
     def one_by_one(window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        qkv, z, b, a = x.split([channels, values, HEADS, HEADS], 1)
-        qkv = causal_conv(qkv, taps, None, window, rows, "silu")
-        q, k, v = qkv.split([KEY_HEADS * KEY, KEY_HEADS * KEY, values], 1)
+        mixed = causal_conv(qkv, taps, None, window, rows, "silu")
+        q, k, v = mixed.split([KEY_HEADS * KEY, KEY_HEADS * KEY, values], 1)
         q, k = (part.unflatten(1, (KEY_HEADS, KEY)) for part in (q, k))
         decay, beta = gates.delta_gates(a, b, rate, bias)
         v = v.unflatten(1, (HEADS, VALUE))
@@ -136,7 +164,7 @@ def test_delta_step() -> None:
     step = delta_step.make_delta_step(KEY_HEADS, KEY, HEADS, VALUE, taps, rate, bias, norm, 1e-6)
     assert step is not None and step.takes(rows)
     want_window, want_state, window, state = windows.clone(), states.clone(), windows.clone(), states.clone()
-    want, got = one_by_one(want_window, want_state)[:3], step(x, window, state, rows)[:3]
+    want, got = one_by_one(want_window, want_state)[:3], step(qkv, z, b, a, window, state, rows)[:3]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert want.isfinite().all() and not step.arrived.any()
     for found, wanted, before in ((window, want_window, windows), (state, want_state, states)):
@@ -211,6 +239,23 @@ def test_prompts_in_chunks(
     assert args[1] is not None
     args[1][100:180] = args[1][100]
     check_prompts(args, kind, (HEADS, KEY, VALUE))
+
+
+def test_a_step_of_prompts_alone_takes_no_kernel_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the host knows that all rows are long, the kernel of few tokens is not launched, and nothing changes."""
+    counts, tokens = np.array([40, 0, 17, 0, 0]), 57
+    starts = torch.tensor([0, 40, 40, 57, 57, 57], dtype=torch.int32, device=DEVICE)
+    rows = StateRows(torch.tensor([0, 2, 1, 3, 8], device=DEVICE), starts, make_rows().fresh)
+    args, state = inputs(False, True, tokens), make_states(HEADS, KEY, VALUE)
+    found = []
+    for known in (None, counts):
+        rows.counts, after = known, state.clone()
+        found.append((recur.recurrence(*args, after, rows, 0.4, True), after))  # type: ignore[arg-type]
+        if known is None:
+            monkeypatch.setattr(recur, "_recur", None)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1][1:], found[1][1][1:])
+    rows.counts = np.array([40, 0, 16, 0, 0])
+    assert not rows.all_longer(16) and not make_rows().all_longer(0)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, HALF])
@@ -372,3 +417,54 @@ def test_gated_norm(tokens: int, activation: str) -> None:
     gate, weight = projected[:, 10:].unflatten(1, (3, 20)), torch.randn(20, device=DEVICE)
     got = kernel_gates.gated_norm(x, gate, weight, 1e-6, activation)
     torch.testing.assert_close(got, gates.gated_norm(x, gate, weight, 1e-6, activation), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_norm_that_rounds_changes_no_bit(tokens: int, by_column: bool) -> None:
+    """The codes and scales are those of the kernel that rounds the result of the norm."""
+    torch.manual_seed(6)
+    x, gate = (torch.randn(tokens, 3, 128, device=DEVICE, dtype=HALF) for _ in range(2))
+    weight = torch.rand(128, device=DEVICE)
+    x[1] = 0
+    x[2, 1, 7] = float("inf")
+    codes, scales = kernel_gates.rounded_norm(x, gate, weight, 1e-6, by_column)
+    normed = kernel_gates.gated_norm(x, gate, weight, 1e-6).flatten(1)
+    wanted, wanted_scales, _ = round_fp8(normed, True, by_column=by_column)
+    assert torch.equal(codes.flatten(1).view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(scales, wanted_scales, rtol=0, atol=0, equal_nan=True)
+    assert scales.stride() == wanted_scales.stride() and scales[2, 1].isnan()
+
+
+def test_a_layer_rounds_what_its_output_projection_rounds() -> None:
+    """Unless it is the last layer, whose result is narrowed before the projection."""
+    torch.manual_seed(7)
+    keys, heads, key, value, tokens = 1, 2, 16, 128, 20
+    channels = 2 * keys * key + heads * value
+    rows = StateRows(*(torch.tensor(x, device=DEVICE) for x in ([1], [0, tokens], [True])))
+    rows.starts = rows.starts.int()
+    layer = object.__new__(GatedDeltaNet)
+    layer.params = DeltaParams(
+        stored="grouped", key_heads=keys, value_heads=heads, key_dim=key, value_dim=value, width=4
+    )
+    layer.keys, layer.heads, layer.step, layer.eps = keys, heads, None, 1e-6
+    layer.qkv_sizes = [key, key, heads * value]
+    layer.taps, layer.norm_weight = torch.randn(4, channels, device=DEVICE), torch.rand(value, device=DEVICE)
+    layer.rate, layer.step_bias = torch.rand(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    kernels = (kernel_gates.delta_gates, kernel_gates.gated_norm, kernel_gates.rounded_norm)
+    layer.ops = StateOps(conv.causal_conv, recur.recurrence, scan.selective_scan, *kernels)
+    output: Any = SimpleNamespace(scale_order=lambda count: "columns" if count == tokens else None)
+    layer.output = output
+    parts = torch.randn(tokens, channels + heads * value + 2 * heads, device=DEVICE, dtype=HALF).split(
+        [channels, heads * value, heads, heads], 1
+    )
+
+    def mixed(is_last: bool) -> Any:
+        layer.is_last = is_last
+        window = torch.zeros(2, 3, channels, device=DEVICE, dtype=HALF)
+        return layer.mix(parts, (window, torch.zeros(2, heads, key, value, device=DEVICE)), rows)
+
+    plain, rounded = mixed(True), mixed(False)
+    codes, scales, _ = round_fp8(plain, True, by_column=True)
+    assert torch.equal(rounded.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(rounded.scales, scales) and rounded.dtype == plain.dtype

@@ -247,6 +247,13 @@ def test_fused_names_in_different_formats_are_one_layer(tmp_path: Path) -> None:
     x = torch.randn(3, IN)
     wanted = x @ torch.cat((q_values, k_values, v)).t()
     torch.testing.assert_close(layer(x), wanted, atol=1e-3, rtol=1e-4)
+    for sizes in ([OUT, OUT, 32], [OUT, OUT - 16, 48], [2 * OUT + 32]):
+        parts = layer.split(x, sizes)
+        assert [part.shape[1] for part in parts] == sizes
+        torch.testing.assert_close(torch.cat(list(parts), 1), layer(x), atol=0, rtol=0)
+    q_part, k_part, v_part = layer.split(x, [OUT, OUT, 32])
+    assert q_part.untyped_storage().data_ptr() == k_part.untyped_storage().data_ptr()  # views of one product
+    assert v_part.is_contiguous()
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["at-once", "threads"])

@@ -174,7 +174,7 @@ def norm_rotate_(
     """Normalize and rotate the first `turned` heads of each row of `qkv`, in place.
 
     Args:
-        qkv: [tokens, heads * dim], contiguous.
+        qkv: [tokens, heads * dim], with contiguous rows.
         positions: int64 [tokens].
         table: [positions, dim], cos in the first half of the columns, sin in the second.
         weight: of an RMS norm of each head, [turned, dim], or None for no norm.
@@ -200,7 +200,7 @@ def norm_rotate_store(
     """Normalize and rotate q and k of packed q|k|v, and write k and v into their blocks.
 
     Args:
-        qkv: [tokens, (heads + 2 * kv heads) * dim], contiguous; q is overwritten, k stays unchanged.
+        qkv: [tokens, (heads + 2 * kv heads) * dim], with contiguous rows; q is overwritten, k stays unchanged.
         positions: int64 [tokens].
         table: [positions, dim], cos in the first half of the columns, sin in the second.
         weight: of an RMS norm of each head, [heads + kv heads, dim], or None for no norm.
@@ -253,7 +253,7 @@ def _launch(
         *strides,
         *scale_strides(scales),
         NORM=weight is not None,
-        STRIDE=qkv.shape[1],
+        STRIDE=qkv.stride(0),
         TURNED=turned,
         KV_HEADS=kv_heads,
         DIM=dim,

@@ -56,6 +56,19 @@ def pick_gate(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], to
     """Return the function x * sigmoid(gate) of tensors [tokens, width], as one kernel on a GPU."""
     if not available(device):
         return lambda x, gate: x * gate.sigmoid()
-    from quire.kernels.activation import open_gate
+    from quire.kernels.open_gate import open_gate
 
     return open_gate
+
+
+# From x and gate [tokens, width] and whether scales go by column to e4m3 [tokens, width] and scales.
+RoundedGate = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def pick_rounded_gate(device: torch.device) -> RoundedGate | None:
+    """Return the function of `pick_gate` that rounds its result for an FP8 product; None without kernels."""
+    if not available(device):
+        return None
+    from quire.kernels.open_gate import open_gate_rounded
+
+    return open_gate_rounded

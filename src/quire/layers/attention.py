@@ -17,7 +17,8 @@ from quire.layers.norm import HeadNorm
 from quire.layers.rope import RotaryHeads, Rotation
 from quire.types import KVLayout
 
-# Maps packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten, to [tokens, heads * dim].
+# Maps packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten and has contiguous rows, to
+# [tokens, heads * dim].
 PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
 # Maps packed q|k|v to packed q|k|v; it may overwrite its argument.
 BeforeRotation = Callable[[torch.Tensor], torch.Tensor]
@@ -94,7 +95,7 @@ def rotary_attention(
         heads = RotaryHeads(*sizes, norms, kernels, attention.span)
 
         def attend(qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
-            q, k, v = heads(qkv, rotation)
+            q, k, v = heads(qkv.contiguous(), rotation)
             if after is not None:
                 q, k = after(q, k, rotation.positions)
             return attention(q, k, v, batch)

@@ -7,13 +7,14 @@ of "cols" are summed over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from quire.layers.env import Env
 from quire.quant.base import Part
-from quire.quant.loading import load_product
+from quire.quant.loading import ConcatenatedMatmul, load_product
 
 Cut = Literal["rows", "cols"] | None
 
@@ -90,6 +91,15 @@ class Linear:
         """Return [tokens, out_features] for x [tokens, in_features]."""
         y = self.multiply(x)
         return self.parallel.all_reduce(y) if self.needs_reduce else y
+
+    def split(self, x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+        """Return the outputs as consecutive tensors [tokens, size].
+
+        Outputs of different formats are not joined first, so rows of the tensors may have different strides.
+        """
+        if isinstance(self.multiply, ConcatenatedMatmul) and not self.needs_reduce:
+            return self.multiply.split(x, sizes)
+        return self(x).split(sizes, 1)
 
 
 def _load_bias(env: Env, parts: list[Part]) -> torch.Tensor:

@@ -8,6 +8,7 @@ weights.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -19,6 +20,7 @@ from quire.kernels import available
 from quire.kernels.cpu.experts import ExpertFunctions
 from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.matmul.tiles import ANY_ROWS
 from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
@@ -47,6 +49,27 @@ class Experts(Protocol):
         ...
 
 
+class RoundingExperts(Experts):
+    """Experts that can be fused with the norm in front of the layer, because they round their inputs.
+
+    Attributes:
+        rounds: whether these experts do.
+    """
+
+    rounds: bool
+
+    @abstractmethod
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[ExpertChoice], torch.Tensor]]:
+        """Norm and round x + residual, for more tokens than a router lists the chosen experts of.
+
+        Returns:
+            The normed rows [tokens, hidden]; the sum; and the function from the choice of the normed rows to their
+            results.
+        """
+
+
 class MoE:
     """Routed experts (arXiv:2401.04088) and, in some families, shared ones that see every token."""
 
@@ -66,7 +89,10 @@ class MoE:
 
     def mix(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, plus the shared ones."""
-        y = self.experts(x, choice)
+        return self._finish(x, self.experts(x, choice))
+
+    def _finish(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return y [tokens, hidden], the sum of the chosen experts of this rank, over all ranks and plus the shared ones."""
         if self.experts.is_partial:
             y = self.parallel.all_reduce(y)
         if isinstance(self.shared, SharedExperts):
@@ -75,15 +101,24 @@ class MoE:
 
     def after_norm(self, norm: torch.Tensor, eps: float) -> tuple[NormedProduct, int] | None:
         """Return the layer fused with the RMS norm in front, and its largest number of tokens; None if it cannot be."""
-        router = self.router
+        router, experts = self.router, self.experts
         if not isinstance(router, FusingRouter):
             return None
 
-        def fused(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        def few(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             choice, normed, total = router.after_norm(x, residual, norm, eps)
             return self.mix(normed, choice), total
 
-        return fused, router.fused_rows
+        if not isinstance(experts, RoundingExperts) or not experts.rounds:
+            return few, router.fused_rows
+
+        def any_number(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            if x.shape[0] <= router.fused_rows:
+                return few(x, residual)
+            normed, total, run = experts.after_norm(x, residual, norm, eps)
+            return self._finish(normed, run(router(normed))), total
+
+        return any_number, ANY_ROWS
 
 
 class SharedExperts:

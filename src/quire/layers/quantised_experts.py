@@ -7,6 +7,7 @@ More tokens are grouped by expert. Import this module only if `fuses_experts` re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,10 +19,11 @@ from quire.kernels.experts.many import weighted_sum
 from quire.kernels.experts.many_packed import many_packed_down, many_packed_gate_up, packed_tiles_for
 from quire.kernels.experts.one import ExpertMatrices, one_down, one_gate_up, takes_one
 from quire.kernels.matmul.packed import PackedTensors, half_for, reorder_nibbles
-from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.matmul.round_fp8 import norm_and_round, round_fp8
 from quire.kernels.target import target_of
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
+from quire.layers.moe import RoundingExperts
 from quire.quant.forms import FP8_BLOCK, Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight
 
 _HALF = 32  # columns of nibbles that are neighbours; with more, tiles could not be small
@@ -80,7 +82,7 @@ def stack_for_kernels(weight: StackedWeight) -> PackedTensors | None:
     )
 
 
-class QuantisedExperts:
+class QuantisedExperts(RoundingExperts):
     """Quantised experts on a GPU.
 
     Experts in an FP8 format that rounds its inputs are multiplied in FP8, if there are more than a few tokens. Inputs of
@@ -98,8 +100,8 @@ class QuantisedExperts:
         self.num_experts, hidden, self.width = weights.down.shape
         device = down.codes.device
         forms = (weights.gate_up, weights.down)
-        rounds = all(isinstance(form, Fp8Weight) and form.rounding != "none" for form in forms)
-        self.in_fp8 = rounds and target_of(device).capability >= 90
+        rounded = all(isinstance(form, Fp8Weight) and form.rounding != "none" for form in forms)
+        self.rounds = rounded and target_of(device).capability >= 90
         tiles = -(-hidden // FEWEST_OUTPUTS)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)  # all 0 between launches
 
@@ -118,10 +120,23 @@ class QuantisedExperts:
         if choice.active is not None:
             h = few_packed_gate_up(x, self.gate_up, weights.gate_up_bias, choice, self.activation)
             return few_packed_down(h, self.down, weights.down_bias, choice, self.arrived)
-        first, second = packed_tiles_for(choice.ids.numel() / self.num_experts, self.in_fp8)
         scales = None
-        if self.in_fp8:
+        if self.rounds:
             x, scales, _ = round_fp8(x, self.gate_up.group > 0)
+        return self._multiply(x, scales, choice, dtype)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[ExpertChoice], torch.Tensor]]:
+        codes, scales, total, normed = norm_and_round(x, residual, norm, eps, self.gate_up.group > 0)
+        return normed, total, lambda choice: self._multiply(codes, scales, choice, x.dtype)
+
+    def _multiply(
+        self, x: torch.Tensor, scales: torch.Tensor | None, choice: ExpertChoice, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run the experts on many rows; e4m3 rows have scales, as `many_packed_gate_up` takes them."""
+        weights = self.weights
+        first, second = packed_tiles_for(choice.ids.numel() / self.num_experts, self.rounds)
         grouped = group(choice, self.num_experts, first.rows)
         h, scales = many_packed_gate_up(
             x, scales, self.gate_up, weights.gate_up_bias, grouped, self.activation, first, dtype

@@ -10,7 +10,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.quant.base import NEVER, FusingMatmul
+from quire.quant.base import NEVER, FusingMatmul, RoundedRows, ScaleOrder
+from quire.quant.loading import ConcatenatedMatmul
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -48,6 +49,17 @@ class ResidualAdd:
         if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.added_rows:
             return self.matmul.add(x, residual), None
         return self.linear(x), residual
+
+    def scale_order(self, rows: int) -> ScaleOrder | None:
+        """Return the order of scales of inputs that may be rounded in front; None if they may not."""
+        return None if self.product is None else self.product.scale_order(rows)
+
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None) -> Stream:
+        """Return the layer of rounded rows, whose number has a `scale_order`."""
+        assert self.product is not None
+        if self.matmul is not None and residual is not None and len(x.codes) <= self.matmul.added_rows:
+            return self.product.of_rounded(x, residual), None
+        return self.product.of_rounded(x), residual
 
     def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor) -> Stream:
         """Return the layer of kind(gate) * up, for at least `gated_rows` rows of its product."""
@@ -97,6 +109,26 @@ class NormedLayer:
         """Run the norm and then the layer."""
         x, residual = self.norm(x, residual)
         return self.layer(x), residual
+
+
+class SplitProjection:
+    """A norm and a linear layer with several results: returns tensors [tokens, size] and the next residual."""
+
+    def __init__(self, norm: ResidualNorm, linear: Linear, sizes: list[int]) -> None:
+        self.normed, self.linear, self.sizes = NormedLayer(norm, linear), linear, sizes
+        self.rms = norm if isinstance(norm, RMSNorm) and norm.fuses else None
+        self.products = linear.multiply if isinstance(linear.multiply, ConcatenatedMatmul) else None
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        if x.shape[0] <= self.normed.fused_rows:
+            whole, residual = self.normed.fused(x, residual)
+            return whole.split(self.sizes, 1), residual
+        if self.rms is not None and self.products is not None and self.products.rounding(x.shape[0]):
+            return self.products.split_normed(x, residual, self.rms.weight, self.rms.eps, self.sizes)
+        x, residual = self.normed.norm(x, residual)
+        return self.linear.split(x, self.sizes), residual
 
 
 def _fuse(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.layers.activation import pick_gate
+from quire.layers.activation import pick_gate, pick_rounded_gate
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.residual import Stream
 from quire.layers.rope import Rotation
 from quire.models.layouts import SelfAttention
 from quire.models.spec import ModelSpec
-from quire.quant.base import Part
+from quire.quant.base import Part, RoundedRows
+from quire.quant.forms import FP8_BLOCK
 
 
 class GatedSelfAttention(SelfAttention):
@@ -35,6 +36,7 @@ class GatedSelfAttention(SelfAttention):
             for name in ("k_proj", "v_proj")
         ]
         self.gate_width, self.open_gate = len(held) * dim, pick_gate(env.device)
+        self.rounded_gate = pick_rounded_gate(env.device) if self.gate_width % FP8_BLOCK == 0 else None
         return Linear.from_parts(env, [*queries, *keys_values, *gates])
 
     def __call__(
@@ -42,7 +44,12 @@ class GatedSelfAttention(SelfAttention):
     ) -> Stream:
         packed, residual = self.qkv(x, residual)
         qkv, gate = packed.split([packed.shape[1] - self.gate_width, self.gate_width], 1)
-        x = self.open_gate(self.attend(qkv.contiguous(), rotation, batch), gate)
+        x = self.attend(qkv, rotation, batch)
+        order = None if self.is_last else self.o.scale_order(x.shape[0])
+        if order and self.rounded_gate:
+            codes, scales = self.rounded_gate(x, gate, order == "columns")
+            return self.o.of_rounded(RoundedRows(codes, scales, x.dtype), residual)
+        x = self.open_gate(x, gate)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             x, residual = batch.narrow(x, residual)

@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,25 @@ class Matmul(Protocol):
 NormedProduct = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
+# How scales of rounded inputs lie in memory: those of a row or those of a group of columns are neighbours.
+ScaleOrder = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows rounded to e4m3 with a scale per 128 columns, as a product with a `scale_order` takes them.
+
+    Attributes:
+        codes: e4m3 [rows, columns].
+        scales: fp32 [rows, columns / 128].
+        dtype: of the rows before, and of the result.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
 class FusingMatmul(Matmul):
     """A `Matmul` that can be fused with the operations around it. Rounding is the same as in the separate operations.
 
@@ -104,6 +123,24 @@ class FusingMatmul(Matmul):
         gate, up = gate_up.chunk(2, -1)
         y = self(ACTIVATIONS[kind](gate) * up)
         return y if residual is None else y + residual
+
+    def scale_order(self, rows: int) -> ScaleOrder | None:
+        """Return the order of scales if so many rows are rounded per 128 columns; None if they are not."""
+        return None
+
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product with rounded rows, whose number has a `scale_order`, plus `residual` [rows, outputs]."""
+        raise NotImplementedError
+
+    def norm_and_round(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[RoundedRows, torch.Tensor, torch.Tensor]:
+        """Norm x + residual, whose number of rows has a `scale_order`, for this product and others.
+
+        Returns:
+            The normed rows, rounded; the normed rows [rows, inputs]; and the sum x + residual.
+        """
+        raise NotImplementedError
 
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:

@@ -1,7 +1,8 @@
 """The only factory of products: from the parts of a fused weight to its `Matmul`, in the format that each part has.
 
 The checkpoint decides: each part is asked for by every format's reader, and is plain if none knows it. Neighbouring
-parts with equal layouts become one weight and one product; products of others are concatenated.
+parts with equal layouts become one weight and one product; products of others are concatenated, unless the layer takes
+its outputs apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from quire.layers.env import Env
-from quire.quant.base import Matmul, Part, make_matmul
+from quire.quant.base import FusingMatmul, Matmul, Part, make_matmul
 from quire.quant.formats.base import FormatReader, PackedPart
 from quire.quant.formats.convert import convert_plain
 from quire.quant.formats.fp4 import read_fp4
@@ -192,3 +193,44 @@ class ConcatenatedMatmul:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([product(x) for product in self.products], -1)
+
+    def split(self, x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the outputs as consecutive tensors of these widths. Only one that spans products is copied."""
+        return _resized([product(x) for product in self.products], sizes)
+
+    def rounding(self, rows: int) -> FusingMatmul | None:
+        """Return the product that rounds so many rows per 128 columns, if there is one and no other does."""
+        found = [each for each in self.products if isinstance(each, FusingMatmul) and each.scale_order(rows)]
+        return found[0] if len(found) == 1 else None
+
+    def split_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        sizes: Sequence[int],
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return `split` of norm(x + residual), whose number of rows has a product for `rounding`, and the sum."""
+        rounding = self.rounding(x.shape[0])
+        assert rounding is not None
+        rounded, normed, total = rounding.norm_and_round(x, residual, norm, eps)
+        outputs = [
+            rounding.of_rounded(rounded) if product is rounding else product(normed)
+            for product in self.products
+        ]
+        return _resized(outputs, sizes), total
+
+
+def _resized(rest: list[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the columns of consecutive tensors as tensors of other widths, views where one tensor has them."""
+    parts = []
+    for size in sizes:
+        pieces = []
+        while size:
+            piece, behind = rest[0][:, :size], rest[0][:, size:]
+            size -= piece.shape[1]
+            pieces.append(piece)
+            rest[:1] = [behind] if behind.shape[1] else []
+        parts.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
+    return parts

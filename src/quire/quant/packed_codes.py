@@ -28,13 +28,13 @@ from quire.kernels.matmul.packed import (
     reorder_nibbles,
 )
 from quire.kernels.matmul.rescale import rescale
-from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.matmul.round_fp8 import norm_and_round, round_fp8
 from quire.kernels.matmul.tiles import ANY_ROWS, NARROW_ROWS, rows_in_fp8, rows_in_registers
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.target import target_of
 from quire.layers.env import Env
-from quire.quant.base import FusingMatmul, Matmul, NormedProduct
+from quire.quant.base import FusingMatmul, Matmul, NormedProduct, RoundedRows, ScaleOrder
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
 
 # Results up to which an FP8 product of the library is faster without scales, and a kernel behind it that applies them.
@@ -219,11 +219,51 @@ class PackedCodesMatmul(FusingMatmul):
             product = nibble_rows if rows > self.narrow_rows else packed_product
             return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
         if self.rounds:
-            codes, scales, _ = round_fp8(x, self.by_group, self.input_scale)
+            codes, scales, _ = self._round(x)
             return self.multiply_rounded(codes, scales, x.dtype, residual, kind)
         y = F.linear(x, unpack(self.weight, x.dtype), self.bias)
         y = y if kind is None else gated(y, kind)
         return y if residual is None else y + residual
+
+    def _round(
+        self,
+        x: torch.Tensor,
+        *,
+        kind: str | None = None,
+        norm: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `round_fp8` of x, with its scales in the order of the product with so many rows."""
+        return round_fp8(
+            x,
+            self.by_group,
+            self.input_scale,
+            kind=kind,
+            norm=norm,
+            residual=residual,
+            eps=eps,
+            by_column=self.scale_order(x.shape[0]) == "columns",
+        )
+
+    def scale_order(self, rows: int) -> ScaleOrder | None:
+        if (
+            not (self.rounds and self.by_group)
+            or self.input_scale is not None
+            or rows <= self.most_in_registers
+        ):
+            return None
+        return "columns" if self.in_library and rows > self.most_in_fp8 else "rows"
+
+    def of_rounded(self, x: RoundedRows, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.multiply_rounded(x.codes, x.scales, x.dtype, residual)
+
+    def norm_and_round(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[RoundedRows, torch.Tensor, torch.Tensor]:
+        by_column = self.scale_order(x.shape[0]) == "columns"
+        codes, scales, total, normed = norm_and_round(x, residual, norm, eps, self.by_group, by_column)
+        return RoundedRows(codes, scales, x.dtype), normed, total
 
     def multiply_rounded(
         self,
@@ -286,7 +326,7 @@ class PackedCodesMatmul(FusingMatmul):
         return self.multiply(x.contiguous(), residual)
 
     def of_gated(self, gate_up: torch.Tensor, kind: str, residual: torch.Tensor | None) -> torch.Tensor:
-        codes, scales, _ = round_fp8(gate_up, self.by_group, self.input_scale, kind=kind)
+        codes, scales, _ = self._round(gate_up, kind=kind)
         return self.multiply_rounded(codes, scales, gate_up.dtype, residual)
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
@@ -298,9 +338,7 @@ class PackedCodesMatmul(FusingMatmul):
             if x.shape[0] <= self.gemv_rows:
                 return norm_gemv(x, residual, norm, eps, self.numbers, self.bias, kind, self.weight.scale)
             if self.rounds and x.shape[0] > self.most_in_registers:
-                codes, scales, total = round_fp8(
-                    x, self.by_group, self.input_scale, norm=norm, residual=residual, eps=eps
-                )
+                codes, scales, total = self._round(x, norm=norm, residual=residual, eps=eps)
                 return self.multiply_rounded(codes, scales, x.dtype, None, kind), total
             if residual is None:
                 normed, total = rms_norm(x, norm, eps), x

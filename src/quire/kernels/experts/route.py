@@ -26,7 +26,9 @@ _MOST_LANES = 128  # experts of a row that a warp holds in 4 registers
 _WARP_ROWS = 4  # rows of one part that a warp has, where there are many
 
 # A tile of logits is [PARTS, ROWS, LANES], and holds expert part * LANES + lane. With as many warps as rows, a row
-# belongs to one warp: reductions over parts stay in a thread, those over lanes in a warp.
+# belongs to one warp: reductions over parts stay in a thread, those over lanes in a warp. That takes loads of four logits
+# per thread, so rows in memory begin at multiples of 16 bytes (`padded`). Loads of one logit spread a row of 128 lanes
+# over four warps, which wait for each other nine times for each expert that they choose.
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def list_chosen(count, active, slots, E: tl.constexpr, SHARED: tl.constexpr):
 
 @kernel(do_not_specialize=["tokens", "slots", "top_k"])
 def _route(
-    logits,  # [tokens, E], and with SHARED_GATE one more column
+    logits,  # [tokens, E], and with SHARED_GATE one more column; row stride STRIDE
     correction,  # float32 [E], if CORRECTION
     ids,  # int32 [tokens, TOP_K + SHARED]
     weights,  # float32 [tokens, TOP_K + SHARED]
@@ -196,6 +198,7 @@ def _route(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     FEW: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -206,14 +209,14 @@ def _route(
     first_row = tl.program_id(0) * ROWS
     of_tile = (first_row + tl.arange(0, ROWS))[None, :, None]
     e = experts_of_tile(PARTS, LANES)
-    from_logits = logits + of_tile.to(tl.int64) * (E + SHARED_GATE)
+    from_logits = logits + of_tile.to(tl.int64) * STRIDE
     found = tl.load(from_logits + e, mask=(of_tile < tokens) & (e < E), other=0.0)
     k = tl.arange(0, K_PAD)[None, :]
     row = first_row + tl.arange(0, ROWS)[:, None]
     real = (row < tokens) & (k < EACH)
     gate = tl.zeros([ROWS, K_PAD], tl.float32)
     if SHARED_GATE:
-        gate = tl.load(logits + row.to(tl.int64) * (E + 1) + E + 0 * k, mask=real, other=0.0).to(tl.float32)
+        gate = tl.load(logits + row.to(tl.int64) * STRIDE + E + 0 * k, mask=real, other=0.0).to(tl.float32)
     mine, weight, chosen = route_rows(
         found.to(tl.float32), gate, correction, scale, top_k, E, TOP_K, SHARED, SHARED_GATE, K_PAD, SIGMOID, CORRECTION,
         RENORMALISE, GROUPS, G_PAD, TOP_GROUPS, TWO,
@@ -235,7 +238,8 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
     """Choose the experts of each token.
 
     Args:
-        logits: [tokens, experts], contiguous; behind them the logit of the shared experts, if they have a gate.
+        logits: [tokens, experts]; behind them the logit of the shared experts, if they have a gate. Float32 rows should
+            be `padded`.
         correction: float32 [experts], or None.
         rule: from `rule_arguments`.
     """
@@ -250,7 +254,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
     if tokens:
         _route[(blocks,)](
             logits, weights if correction is None else correction, ids, weights, counts, tokens, slots,
-            CORRECTION=correction is not None, FEW=few, ROWS=rows, PDL=pdl,
+            CORRECTION=correction is not None, FEW=few, STRIDE=logits.stride(0), ROWS=rows, PDL=pdl,
             num_warps=min(max(rows * rule["PARTS"] // _WARP_ROWS, 4), rows, 8), launch_pdl=pdl, **rule,
         )  # fmt: skip
     return (
@@ -258,6 +262,11 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
         if few
         else ExpertChoice(ids, weights, counts=counts, rows=rows)
     )
+
+
+def padded(outputs: int) -> int:
+    """Return the row stride of float32 logits of `outputs` numbers: rows begin at multiples of 16 bytes."""
+    return -(-outputs // 4) * 4
 
 
 def empty_choice(

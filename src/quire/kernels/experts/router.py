@@ -7,7 +7,7 @@ is known only then; it also writes the normed rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,11 +20,12 @@ from quire.kernels.experts.route import (
     empty_choice,
     experts_of_tile,
     list_chosen,
+    padded,
     route,
     route_rows,
 )
 from quire.kernels.jit import kernel
-from quire.kernels.target import target_of
+from quire.kernels.target import Target, target_of
 
 _BLOCK_E = 16  # experts per program
 _BLOCK_K = 256  # columns per program
@@ -62,7 +63,7 @@ def _router_few(
     weight,  # [OUTPUTS, HIDDEN]
     bias,  # [E], if BIAS
     correction,  # float32 [E], if CORRECTION
-    parts,  # float32 [SPLITS, BLOCK_M, OUTPUTS]
+    parts,  # float32 [SPLITS, BLOCK_M, STRIDE]
     squares,  # float32 [SPLITS, BLOCK_M], if NORM
     arrived,  # int32 [1], 0 before and after
     total,  # [tokens, HIDDEN]: x + residual, if ADD
@@ -96,6 +97,7 @@ def _router_few(
     ONE: tl.constexpr,  # there is one token, whose experts need no list
     ROWS: tl.constexpr,  # routed rows, at least the number of tokens
     NORMED: tl.constexpr,  # normed rows, at least the number of tokens
+    STRIDE: tl.constexpr,  # of rows of partial logits
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -134,7 +136,7 @@ def _router_few(
             tl.store(squares + split * BLOCK_M + m, tl.sum(value * value, 1), mask=m < tokens)
         a = (value * gain[None, :]).to(a.dtype)
     part = tl.dot(w, tl.trans(a), input_precision="ieee")
-    to_part = parts + (split * BLOCK_M + m[None, :]) * OUTPUTS + e[:, None]
+    to_part = parts + (split * BLOCK_M + m[None, :]) * STRIDE + e[:, None]
     tl.store(to_part, part, mask=has_expert[:, None] & (m < tokens)[None, :])
     tl.debug_barrier()  # complete the program's stores before its arrival is counted
     programs = tl.num_programs(0) * SPLITS
@@ -148,10 +150,10 @@ def _router_few(
         logits = tl.zeros([PARTS, ROWS, LANES], tl.float32)
         gate = tl.zeros([ROWS, K_PAD], tl.float32)
         for s in tl.static_range(SPLITS):
-            place = parts + (s * BLOCK_M + of_tile) * OUTPUTS + every
+            place = parts + (s * BLOCK_M + of_tile) * STRIDE + every
             logits += tl.load(place, mask=(of_tile < tokens) & (every < E), other=0.0, cache_modifier=".cg")
             if SHARED_GATE:
-                of_gate = parts + (s * BLOCK_M + r[:, None]) * OUTPUTS + E + 0 * j[None, :]
+                of_gate = parts + (s * BLOCK_M + r[:, None]) * STRIDE + E + 0 * j[None, :]
                 gate += tl.load(of_gate, mask=there, other=0.0, cache_modifier=".cg")
         if NORM:
             power = tl.zeros([ROWS], tl.float32)
@@ -218,10 +220,10 @@ def norm_and_route(
     _router_few[(triton.cdiv(outputs, _BLOCK_E), splits)](
         x, total if residual is None else residual, x if norm is None else norm, weight,
         weight if bias is None else bias, weights if correction is None else correction,
-        scratch(splits, block_m, outputs), scratch(splits, block_m), arrived, total, normed, ids, weights, active,
+        scratch(splits, block_m, padded(outputs)), scratch(splits, block_m), arrived, total, normed, ids, weights, active,
         tokens, slots, eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
         NORM=norm is not None, ADD=residual is not None, ONE=tokens == 1, ROWS=rows, NORMED=normed_rows,
-        SPLITS=splits, BLOCK_M=block_m, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
+        STRIDE=padded(outputs), SPLITS=splits, BLOCK_M=block_m, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
         COLUMNS=min(triton.next_power_of_2(hidden), (1 << 13) // normed_rows), PDL=pdl,
         num_warps=rows,  # so that no two warps share a routed row
         launch_pdl=pdl, **rule,
@@ -234,10 +236,11 @@ def _router_logits(
     x,  # [tokens, HIDDEN]
     weight,  # [E, HIDDEN]
     bias,  # [E], if BIAS
-    logits,  # float32 [tokens, E]
+    logits,  # float32 [tokens, STRIDE]; columns behind E become 0
     tokens,
     HIDDEN: tl.constexpr,
     E: tl.constexpr,
+    STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -261,13 +264,32 @@ def _router_logits(
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        logits + m.to(tl.int64)[:, None] * E + e[None, :], acc, mask=(m < tokens)[:, None] & (e < E)[None, :]
-    )
+    to = logits + m.to(tl.int64)[:, None] * STRIDE + e[None, :]
+    tl.store(to, acc, mask=(m < tokens)[:, None] & (e < STRIDE)[None, :])
+
+
+class LogitsTile(NamedTuple):
+    """The tile of a program of the router's product: tokens, experts, columns, and warps."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+
+
+_SMALL, _MEDIUM, _LARGE = LogitsTile(16, 32, 256, 4), LogitsTile(64, 64, 128, 4), LogitsTile(128, 128, 64, 8)
+
+
+def _logits_tile(tokens: int, experts: int, target: Target) -> LogitsTile:
+    """Return the largest tile that occupies the GPU: twice the size reads inputs and weights half as often."""
+    if tokens <= 1024:
+        return _SMALL
+    programs = triton.cdiv(tokens, _LARGE.rows) * triton.cdiv(experts, _LARGE.outputs)
+    return _LARGE if programs >= target.sms and target.shared_bytes >= 200_000 else _MEDIUM
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight.T + bias in float32: [tokens, experts].
+    """Return x @ weight.T + bias in float32: [tokens, experts], with rows of `padded` length.
 
     Args:
         x: [tokens, hidden], contiguous.
@@ -275,18 +297,18 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         bias: [experts], or None.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    logits = torch.empty(tokens, experts, device=x.device, dtype=torch.float32)
-    small = tokens <= 1024
-    block_m, block_e = (16, 32) if small else (64, 64)
-    block_k = min(256 if small else 128, max(triton.next_power_of_2(hidden), 16)) * 2 // x.element_size()
-    pdl = target_of(x.device).has_dependent_launch
+    stride, target = padded(experts), target_of(x.device)
+    logits = torch.empty(tokens, stride, device=x.device, dtype=torch.float32)
+    tile = _logits_tile(tokens, experts, target)
+    block_k = min(tile.inputs, max(triton.next_power_of_2(hidden), 16)) * 2 // x.element_size()
+    pdl = target.has_dependent_launch
     if tokens:
-        _router_logits[(triton.cdiv(tokens, block_m), triton.cdiv(experts, block_e))](
-            x, weight, weight if bias is None else bias, logits, tokens, HIDDEN=hidden, E=experts,
-            BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=max(block_k, 16), PDL=pdl,
-            num_warps=4, num_stages=3, launch_pdl=pdl,
+        _router_logits[(triton.cdiv(tokens, tile.rows), triton.cdiv(experts, tile.outputs))](
+            x, weight, weight if bias is None else bias, logits, tokens, HIDDEN=hidden, E=experts, STRIDE=stride,
+            BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_E=tile.outputs, BLOCK_K=max(block_k, 16), PDL=pdl,
+            num_warps=tile.warps, num_stages=3, launch_pdl=pdl,
         )  # fmt: skip
-    return logits
+    return logits[:, :experts]
 
 
 def route_all(

@@ -15,8 +15,8 @@ from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
 GROUP = 128
-_LARGEST = 448.0
-_TINY = 1e-12  # scale of zeros
+LARGEST = 448.0
+TINY = 1e-12  # scale of zeros
 
 
 @kernel
@@ -26,15 +26,18 @@ def _round(
     weight,  # of the norm [WIDTH], if NORM
     static_scale,  # fp32, if STATIC
     codes,  # e4m3 [rows, WIDTH]
-    scales,  # fp32 [rows, 1 or WIDTH / 128]
+    scales,  # fp32 [rows, GROUPS]; with BY_COLUMN [GROUPS, rows]
     total,  # [rows, WIDTH]: x + residual, if ADD
+    normed,  # [rows, WIDTH]: the values that are rounded, if KEEP
     eps,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
+    KEEP: tl.constexpr,
     STATIC: tl.constexpr,
     KIND: tl.constexpr,
     GROUPS: tl.constexpr,  # scales per row
     GROUP: tl.constexpr,  # columns per scale
+    BY_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
     LARGEST: tl.constexpr,
@@ -66,6 +69,8 @@ def _round(
         value = rounded.to(tl.float32)
     if NORM:
         value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * gain
+    if KEEP:
+        tl.store(normed + row * WIDTH + at, value.to(dtype), mask=inside)
     value = value.to(dtype).to(tl.float32)
     size, spoilt = tl.abs(value), value * 0.0  # 0, or NaN for what is not finite
     if STATIC:
@@ -81,7 +86,8 @@ def _round(
         scale += tl.sum(tl.reshape(spoilt, [BLOCK // GROUP, GROUP]), 1)
         value = tl.reshape(tl.reshape(value, [BLOCK // GROUP, GROUP]) / scale[:, None], [BLOCK])
         group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+        place = group * tl.num_programs(0) + row if BY_COLUMN else row * GROUPS + group
+        tl.store(scales + place, scale, mask=group < GROUPS)
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     tl.store(codes + row * WIDTH + at, value.to(tl.float8e4nv), mask=inside)
 
@@ -95,6 +101,7 @@ def round_fp8(
     norm: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
+    by_column: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round x, or norm(x + residual), or act(gate) * up of x = gate|up, to e4m3.
 
@@ -106,25 +113,56 @@ def round_fp8(
         norm: weight of an RMS norm, [width].
         residual: added before the norm, [rows, width].
         eps: of the norm.
+        by_column: whether scales of the same group are neighbours in memory, as the library's products want them.
 
     Returns:
         The codes e4m3 [rows, width]; the scales, fp32 [rows, 1] or [rows, width / 128 rounded up]; and the sum
         x + residual, or x.
     """
+    codes, scales, total, _ = _launch(x, by_group, static_scale, kind, norm, residual, eps, by_column, False)
+    return codes, scales, total
+
+
+def norm_and_round(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    by_group: bool,
+    by_column: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the codes, scales and sum of `round_fp8` of norm(x + residual), and the normed rows [rows, width]."""
+    return _launch(x, by_group, None, None, norm, residual, eps, by_column, True)
+
+
+def _launch(
+    x: torch.Tensor,
+    by_group: bool,
+    static_scale: torch.Tensor | None,
+    kind: str | None,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    by_column: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales, sum, and with `keep` the values that were rounded."""
     rows, width = x.shape[0], x.shape[1] if kind is None else x.shape[1] // 2
     groups = triton.cdiv(width, GROUP) if by_group else 1
     codes = torch.empty(rows, width, device=x.device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, groups, device=x.device, dtype=torch.float32)
+    shape = (groups, rows) if by_column else (rows, groups)
+    scales = torch.empty(shape, device=x.device, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)
+    normed = torch.empty_like(x) if keep else x
     block = max(triton.next_power_of_2(width), GROUP)
     if norm is None and by_group:
         block = min(block, 2048)
     pdl = target_of(x.device).has_dependent_launch
     _round[(rows, triton.cdiv(width, block))](
         x, x if residual is None else residual, x if norm is None else norm,
-        x if static_scale is None else static_scale, codes, scales, total, eps,
-        NORM=norm is not None, ADD=residual is not None, STATIC=static_scale is not None, KIND=kind or "",
-        GROUPS=groups, GROUP=GROUP, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
+        x if static_scale is None else static_scale, codes, scales, total, normed, eps,
+        NORM=norm is not None, ADD=residual is not None, KEEP=keep, STATIC=static_scale is not None, KIND=kind or "",
+        GROUPS=groups, GROUP=GROUP, BY_COLUMN=by_column, WIDTH=width, BLOCK=block, LARGEST=LARGEST, TINY=TINY, PDL=pdl,
         num_warps=min(max(block // 256, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
-    return codes, scales, total
+    return codes, scales.t() if by_column else scales, total, normed

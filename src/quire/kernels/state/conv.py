@@ -1,7 +1,9 @@
 """Causal depthwise convolution over ragged rows; layers/state/conv.py defines it.
 
-One kernel computes the outputs, a second one the windows, because outputs still read the old ones. Bytes: x and y once
-(the taps of a tile hit the cache), the windows once each way.
+One kernel computes the outputs, a second one the windows, because outputs still read the old ones. Bytes: x and y once,
+the windows once each way. Tokens of prompts are convolved in strips: a program reads each input of its strip once, into
+registers, which takes half as many instructions as a tile of tokens and channels. Strips that read a window or end
+behind a row are cut into tiles.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ import triton.language as tl
 from quire.kernels.jit import kernel
 from quire.kernels.state.rows import StateRows
 
+_FEW_TOKENS = 64  # steps of more tokens that do not only decode are convolved in strips
+_STRIP_CHANNELS = 512
+_TILE_CHANNELS = 128
+
 
 @triton.jit
 def _owner(starts, rows, at, ROWS_PAD: tl.constexpr):
@@ -22,16 +28,58 @@ def _owner(starts, rows, at, ROWS_PAD: tl.constexpr):
     return tl.minimum(tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1), rows - 1)
 
 
-@kernel
-def _convolve(
-    x,  # [tokens, channels], row stride `x_stride`
-    taps,  # float32 [WIDTH, channels]
-    bias,  # float32 [channels], read if BIAS
-    window,  # [states, WIDTH - 1, channels]
-    index,  # int64 [rows]
-    starts,  # int32 [rows + 1]
-    fresh,  # bool [rows]
-    y,  # [tokens, channels]
+@triton.jit
+def _convolve_strip(
+    x,
+    taps,
+    bias,
+    y,
+    first,
+    channel,
+    inside,
+    channels,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Convolve BLOCK_T tokens from `first` on, which are of one row and have WIDTH - 1 tokens of it before them."""
+    inputs = ()
+    for place in tl.static_range(BLOCK_T + WIDTH - 1):
+        from_x = x + (first + place - (WIDTH - 1)).to(tl.int64) * x_stride + channel
+        inputs = inputs + (tl.load(from_x, mask=inside, other=0.0),)  # type: ignore[assignment]
+    weights = ()
+    for back in tl.static_range(WIDTH):
+        weight = tl.load(taps + (WIDTH - 1 - back) * channels + channel, mask=inside, other=0.0)
+        weights = weights + (weight,)  # type: ignore[assignment]
+    begin = tl.zeros([BLOCK_C], tl.float32)
+    if BIAS:
+        begin += tl.load(bias + channel, mask=inside, other=0.0)
+    for place in tl.static_range(BLOCK_T):
+        total = begin
+        for back in tl.static_range(WIDTH):
+            total += inputs[place + WIDTH - 1 - back].to(tl.float32) * weights[back]
+        if SILU:
+            total = total * tl.sigmoid(total)
+        tl.store(
+            y + (first + place).to(tl.int64) * channels + channel, total.to(y.dtype.element_ty), mask=inside
+        )
+
+
+@triton.jit
+def _convolve_tile(
+    x,
+    taps,
+    bias,
+    window,
+    index,
+    starts,
+    fresh,
+    y,
+    first,
+    channel,
     tokens,
     channels,
     rows,
@@ -42,10 +90,9 @@ def _convolve(
     ROWS_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> None:
-    """Grid (tiles of tokens, tiles of channels)."""
-    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+):
+    """Convolve BLOCK_T tokens from `first` on, of any rows."""
+    at = first + tl.arange(0, BLOCK_T)
     owner = _owner(starts, rows, at, ROWS_PAD)
     offset = at - tl.load(starts + owner)
     state = tl.load(index + owner).to(tl.int64)
@@ -69,6 +116,50 @@ def _convolve(
         total = total * tl.sigmoid(total)
     to = y + at.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=there)
+
+
+@kernel
+def _convolve(
+    x,  # [tokens, channels], row stride `x_stride`
+    taps,  # float32 [WIDTH, channels]
+    bias,  # float32 [channels], read if BIAS
+    window,  # [states, WIDTH - 1, channels]
+    index,  # int64 [rows]
+    starts,  # int32 [rows + 1]
+    fresh,  # bool [rows]
+    y,  # [tokens, channels]
+    tokens,
+    channels,
+    rows,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILE_C: tl.constexpr,
+    STRIPS: tl.constexpr,
+) -> None:
+    """Grid (tiles of tokens, tiles of channels)."""
+    first = tl.program_id(0) * BLOCK_T
+    if STRIPS:
+        ends = tl.load(starts + 1 + tl.arange(0, ROWS_PAD), mask=tl.arange(0, ROWS_PAD) < rows, other=0)
+        # No row begins behind the first input of the strip or in the strip, and the strip is not behind the last row.
+        cuts = (ends > first - (WIDTH - 1)) & (ends < first + BLOCK_T)
+        if (first >= WIDTH - 1) & (tl.max(ends, 0) >= first + BLOCK_T) & (tl.sum(cuts.to(tl.int32), 0) == 0):
+            channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+            _convolve_strip(
+                x, taps, bias, y, first, channel, channel < channels, channels, x_stride, WIDTH, BIAS, SILU, BLOCK_T,
+                BLOCK_C,
+            )  # fmt: skip
+            return
+    for part in range(0, BLOCK_C, TILE_C):
+        channel = tl.program_id(1) * BLOCK_C + part + tl.arange(0, TILE_C)
+        _convolve_tile(
+            x, taps, bias, window, index, starts, fresh, y, first, channel, tokens, channels, rows, x_stride, WIDTH,
+            BIAS, SILU, ROWS_PAD, BLOCK_T, TILE_C,
+        )  # fmt: skip
 
 
 @kernel
@@ -187,26 +278,29 @@ def causal_conv(
     assert activation in (None, "silu") and x.stride(1) == 1
     (tokens, channels), width, count = x.shape, weight.shape[0], len(rows.index)
     y = torch.empty(tokens, channels, device=x.device, dtype=x.dtype)
-    pad, block_t = triton.next_power_of_2(count), 4 if tokens <= 64 else 16
-    tiles = triton.cdiv(channels, 128)
+    pad, block_t = triton.next_power_of_2(count), 4 if tokens <= _FEW_TOKENS else 16
+    strips = tokens > _FEW_TOKENS and not rows.short_only
+    block_c = _STRIP_CHANNELS if strips else _TILE_CHANNELS
+    tiles = triton.cdiv(channels, _TILE_CHANNELS)
     each = rows.targets is not None
     kept_pad = triton.next_power_of_2(max(width - 1, 2))
     if rows.short_only and rows.most == 1 and not each:
         _convolve_ones[(count, tiles)](
             x, weight, weight if bias is None else bias, window, rows.index, rows.starts, rows.fresh, y, channels,
             x.stride(0), WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", KEPT_PAD=kept_pad,
-            BLOCK_C=128, num_warps=1,
+            BLOCK_C=_TILE_CHANNELS, num_warps=1,
         )  # fmt: skip
         return y
-    _convolve[(triton.cdiv(tokens, block_t), tiles)](
+    _convolve[(triton.cdiv(tokens, block_t), triton.cdiv(channels, block_c))](
         x, weight, weight if bias is None else bias, window, rows.index, rows.starts, rows.fresh, y,
         tokens, channels, count, x.stride(0),
-        WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", ROWS_PAD=pad, BLOCK_T=block_t, BLOCK_C=128,
+        WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", ROWS_PAD=pad, BLOCK_T=block_t, BLOCK_C=block_c,
+        TILE_C=_TILE_CHANNELS, STRIPS=strips,
     )  # fmt: skip
     kept = torch.empty(tokens, *window.shape[1:], device=x.device, dtype=window.dtype) if each else window
     _keep[(tokens if each else count, tiles)](
         x, window, rows.index, rows.starts, rows.fresh, kept, channels, count, x.stride(0),
-        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=kept_pad, BLOCK_C=128,
+        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=kept_pad, BLOCK_C=_TILE_CHANNELS,
     )  # fmt: skip
     if rows.targets is not None:
         size = (width - 1) * channels

@@ -54,7 +54,10 @@ def _unit(x):
 
 @kernel
 def _delta_step(
-    projected,  # [tokens, q | k | v | z | b | a], row stride `stride`
+    qkv,  # [tokens, q | k | v], row stride `qkv_token`
+    z,  # [tokens, HEADS * V], row stride `z_token`
+    b,  # [tokens, HEADS], row stride `b_token`
+    a,  # [tokens, HEADS], row stride `a_token`
     taps,  # float32 [WIDTH, channels]
     window,  # [states, WIDTH - 1, channels]
     rate,  # float32 [HEADS]
@@ -66,7 +69,10 @@ def _delta_step(
     fresh,  # bool [rows]
     arrived,  # int32 [rows, KEYS], 0 before and after
     out,  # [tokens, HEADS, V]
-    stride,
+    qkv_token,
+    z_token,
+    b_token,
+    a_token,
     eps,
     scale,
     HEADS: tl.constexpr,
@@ -105,21 +111,21 @@ def _delta_step(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if works:
-        x = projected + token * stride
+        x = qkv + token * qkv_token
         new_q = tl.load(x + of_q, mask=has_key, other=0.0)
         new_k = tl.load(x + of_k, mask=has_key, other=0.0)
         new_v = tl.load(x + of_v, mask=has_value, other=0.0)
-        gate = tl.load(x + channels + head * V + value, mask=has_value, other=0.0).to(tl.float32)
-        b = tl.load(x + channels + HEADS * V + head).to(tl.float32)
-        a = tl.load(x + channels + HEADS * V + HEADS + head).to(tl.float32) + tl.load(step_bias + head)
-        step = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        gate = tl.load(z + token * z_token + head * V + value, mask=has_value, other=0.0).to(tl.float32)
+        strength = tl.sigmoid(tl.load(b + token * b_token + head).to(tl.float32))
+        time = tl.load(a + token * a_token + head).to(tl.float32) + tl.load(step_bias + head)
+        step = tl.maximum(time, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(time)))
         decay = tl.exp(-tl.load(rate + head) * step)
         q = _unit(_convolved(old_q, new_q, taps, place, of_q, channels, has_key, WIDTH)) * scale
         k = _unit(_convolved(old_k, new_k, taps, place, of_k, channels, has_key, WIDTH))
         v = _convolved(old_v, new_v, taps, place, of_v, channels, has_value, WIDTH)
         matrix *= decay
         # Both sums are over the old state, so that neither waits for the other: S' q = S q + (k q) w.
-        written = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
+        written = (v - tl.sum(matrix * k[:, None], 0)) * strength
         read = tl.sum(matrix * q[:, None], 0) + tl.sum(k * q, 0) * written
         tl.store(part, matrix + k[:, None] * written[None, :], mask=inside)
         read = tl.where(has_value, read, 0.0).to(out.dtype.element_ty).to(tl.float32)
@@ -172,23 +178,34 @@ class DeltaStep:
         return ones and len(rows.index) <= MOST_ROWS
 
     def __call__(
-        self, projected: torch.Tensor, window: torch.Tensor, state: torch.Tensor, rows: StateRows
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        window: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
     ) -> torch.Tensor:
         """Advance each row by its token, and return the gated and normed reads: [tokens, heads * value dim].
 
         Args:
-            projected: q | k | v | z | b | a of each token, [tokens, width], rows contiguous.
+            qkv: queries, keys and values, [tokens, channels]; rows are contiguous, as are those of the next three.
+            z: gates of the norm, [tokens, heads * value dim].
+            b: logits of the rates, [tokens, heads].
+            a: inputs of the decays, [tokens, heads].
             window: [states, width - 1, channels], updated.
             state: float32 [states, heads, key dim, value dim], updated.
             rows: rows that `takes` accepts.
         """
-        assert projected.stride(1) == 1
-        tokens, device, width = projected.shape[0], projected.device, self.taps.shape[0]
-        out = torch.empty(tokens, self.heads * self.value_dim, device=device, dtype=projected.dtype)
+        assert qkv.stride(1) == z.stride(1) == b.stride(1) == a.stride(1) == 1
+        tokens, device, width = qkv.shape[0], qkv.device, self.taps.shape[0]
+        out = torch.empty(tokens, self.heads * self.value_dim, device=device, dtype=qkv.dtype)
         pdl = target_of(device).has_dependent_launch
         _delta_step[(self.heads, len(rows.index))](
-            projected, self.taps, window, self.rate, self.step_bias, state, self.norm, rows.index, rows.starts,
-            rows.fresh, self.arrived, out, projected.stride(0), self.eps, self.key_dim**-0.5,
+            qkv, z, b, a, self.taps, window, self.rate, self.step_bias, state, self.norm, rows.index, rows.starts,
+            rows.fresh, self.arrived, out, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), self.eps,
+            self.key_dim**-0.5,
             HEADS=self.heads, KEYS=self.keys, K=self.key_dim, V=self.value_dim, WIDTH=width,
             K_PAD=triton.next_power_of_2(self.key_dim), V_PAD=triton.next_power_of_2(self.value_dim),
             KEPT_PAD=triton.next_power_of_2(max(width - 1, 2)), PDL=pdl, num_warps=8, launch_pdl=pdl,

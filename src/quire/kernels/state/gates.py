@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
+from quire.kernels.matmul.round_fp8 import GROUP, LARGEST, TINY
 
 _BLOCK = 256  # channels of a program
 _NUMBERS = 2048  # of a program of the norm
@@ -58,45 +59,94 @@ def delta_gates(
 
 @kernel
 def _norm_and_gate(
-    x,  # [tokens, heads, WIDTH], contiguous
-    gate,  # [tokens, heads, WIDTH], row stride gate_token
+    x,  # [tokens, HEADS, WIDTH], contiguous
+    gate,  # [tokens, HEADS, WIDTH], row stride gate_token
     weight,  # float32 [WIDTH]
-    out,  # [tokens, heads, WIDTH], contiguous
-    vectors,  # tokens * heads
-    heads,
+    out,  # [tokens, HEADS, WIDTH], contiguous; e4m3 with ROUND
+    scales,  # float32 [tokens, HEADS], with BY_COLUMN [HEADS, tokens], if ROUND
+    vectors,  # tokens * HEADS
     gate_token,
     eps,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
+    ROUND: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TINY: tl.constexpr,
 ) -> None:
     """Grid (tiles of vectors)."""
-    vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, head = vector // HEADS, vector % HEADS
     at = tl.arange(0, WIDTH_PAD)
     inside = (vector < vectors)[:, None] & (at < WIDTH)[None, :]
-    value = tl.load(x + vector[:, None] * WIDTH + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    place = (vector // heads * gate_token + vector % heads * WIDTH)[:, None] + at[None, :]
+    own = vector.to(tl.int64)[:, None] * WIDTH + at[None, :]
+    value = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
+    place = (token.to(tl.int64) * gate_token + head * WIDTH)[:, None] + at[None, :]
     factor = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + at, mask=at < WIDTH, other=0.0)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None] * scale[None, :]
     opened = tl.sigmoid(factor)
     if SILU:
         opened = opened * factor
-    to = out + vector[:, None] * WIDTH + at[None, :]
-    tl.store(to, (value * opened).to(out.dtype.element_ty), mask=inside)
+    value = (value * opened).to(x.dtype.element_ty)
+    if ROUND:  # as kernels/matmul/round_fp8.py does
+        wide = value.to(tl.float32)
+        of_vector = tl.maximum(tl.max(tl.abs(wide), 1) / LARGEST, TINY) + tl.sum(wide * 0.0, 1)
+        of_scales = head * (vectors // HEADS) + token if BY_COLUMN else vector
+        tl.store(scales + of_scales, of_vector, mask=vector < vectors)
+        value = tl.minimum(tl.maximum(wide / of_vector[:, None], -LARGEST), LARGEST)
+    tl.store(out + own, value.to(out.dtype.element_ty), mask=inside)
 
 
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str = "silu"
 ) -> torch.Tensor:
     """Return the gated norm of each head's vector, as layers/state/gates.py does."""
+    return _gated_norm(x, gate, weight, eps, torch.empty_like(x), None, activation)
+
+
+def rounded_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, by_column: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gated norm rounded to e4m3 with a scale per vector, as `round_fp8` rounds groups of columns.
+
+    Args:
+        x, gate, weight, eps: as for `gated_norm`, with vectors of 128 numbers.
+        by_column: whether scales of the same head are neighbours in memory.
+
+    Returns:
+        Codes [tokens, heads, width], and scales float32 [tokens, heads].
+    """
+    tokens, heads, width = x.shape
+    assert width == GROUP
+    codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
+    shape = (heads, tokens) if by_column else (tokens, heads)
+    scales = torch.empty(shape, device=x.device, dtype=torch.float32)
+    _gated_norm(x, gate, weight, eps, codes, scales, "silu", by_column)
+    return codes, scales.t() if by_column else scales
+
+
+def _gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    activation: str,
+    by_column: bool = False,
+) -> torch.Tensor:
+    """Write the gated norm to `out`, rounded if there are `scales`, and return it."""
     tokens, heads, width = x.shape
     assert x.is_contiguous() and gate.stride()[1:] == (width, 1) and activation in ("silu", "sigmoid")
-    out, pad = torch.empty_like(x), triton.next_power_of_2(width)
+    pad = triton.next_power_of_2(width)
     block = max(1, _NUMBERS // pad) if tokens > 16 else 1
     _norm_and_gate[(triton.cdiv(tokens * heads, block),)](
-        x, gate, weight, out, tokens * heads, heads, gate.stride(0), eps, WIDTH=width, WIDTH_PAD=pad, BLOCK=block,
-        SILU=activation == "silu", num_warps=4 if block > 1 else 1,
+        x, gate, weight, out, out if scales is None else scales, tokens * heads, gate.stride(0), eps,
+        HEADS=heads, WIDTH=width, WIDTH_PAD=pad, BLOCK=block, SILU=activation == "silu", ROUND=scales is not None,
+        BY_COLUMN=by_column, LARGEST=LARGEST, TINY=TINY, num_warps=4 if block > 1 else 1,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.jit import kernel
+from quire.kernels.jit import compiles_only, kernel
 from quire.kernels.state import chunks
 from quire.kernels.state.rows import StateRows
 
@@ -119,6 +119,8 @@ def recurrence(
     if not rows.short_only and (beta is not None or not channels):
         most = max(chunks.SHORT, rows.most)
         chunks.advance_chunks(q, k, v, gate, beta, state, rows, scale, unit, most, out)
+        if rows.all_longer(most) and not compiles_only():  # other steps have short rows too
+            return out
     block_v = min(triton.next_power_of_2(width), max(4096 // k_pad, 8))  # 16 KiB of state per program
     _recur[(triton.cdiv(width, block_v), heads, len(rows.index))](
         q, k, v, gate, gate if beta is None else beta, state, rows.index, rows.starts, rows.fresh,

@@ -40,6 +40,10 @@ class StateRows:
             batch.decode_tokens,
         )
 
+    def all_longer(self, tokens: int) -> bool:
+        """Return whether all rows with tokens have more than `tokens`; False if only the device knows."""
+        return self.counts is not None and bool(((self.counts > tokens) | (self.counts == 0)).all())
+
     def spans(self) -> list[tuple[int, int, int, bool]]:
         """Return (state index, first token, end, fresh) of the rows with tokens; waits for the device if it has to."""
         starts = self.starts.tolist()

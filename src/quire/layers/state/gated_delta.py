@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.state.rows import StateRows
@@ -10,7 +12,8 @@ from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
 from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import pick_ops
-from quire.quant.base import Part
+from quire.quant.base import Part, RoundedRows
+from quire.quant.forms import FP8_BLOCK
 
 
 class GatedDeltaNet(StateMixer):
@@ -23,7 +26,11 @@ class GatedDeltaNet(StateMixer):
         make_parts = _grouped_parts if params.stored == "grouped" else _split_parts
         project = Linear.from_parts(env, make_parts(env, params, prefix, place.hidden))
         values = params.value_heads * params.value_dim
-        super().__init__(place, project, Linear(env, prefix + "out_proj", values, place.hidden, cut="cols"))
+        key_width, value_width = self.keys * params.key_dim, self.heads * params.value_dim
+        self.qkv_sizes = [key_width, key_width, value_width]
+        sizes = [2 * key_width + value_width, value_width, self.heads, self.heads]
+        output = Linear(env, prefix + "out_proj", values, place.hidden, cut="cols")
+        super().__init__(place, project, sizes, output)
         keys, units = params.key_heads * params.key_dim, params.key_heads
         channels = [keys, keys, values]
         self.taps, _ = load_taps(env, prefix + "conv1d", params.width, channels, [units] * 3, bias=False)
@@ -31,21 +38,19 @@ class GatedDeltaNet(StateMixer):
         self.step_bias = load_fp32(env, prefix + "dt_bias", params.value_heads, units)
         weight = env.weights.tensor(prefix + "norm.weight", (params.value_dim,))
         self.norm_weight, self.eps = weight.to(env.device, torch.float32), place.eps
-        key_width, value_width = self.keys * params.key_dim, self.heads * params.value_dim
-        self.sizes = [2 * key_width + value_width, value_width, self.heads, self.heads]
-        self.qkv_sizes = [key_width, key_width, value_width]
         # Few rows of one token take one kernel, if there is one.
         self.step = self.ops.delta_step(
             self.keys, params.key_dim, self.heads, params.value_dim, self.taps, self.rate, self.step_bias,
             self.norm_weight, self.eps,
         )  # fmt: skip
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        params = self.params
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor | RoundedRows:
+        params, (qkv, z, b, a) = self.params, parts
         if self.step is not None and self.step.takes(rows):
             window, matrices = state
-            return self.step(projected, window, matrices, rows)
-        qkv, z, b, a = projected.split(self.sizes, 1)
+            return self.step(qkv, z, b, a, window, matrices, rows)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.split(self.qkv_sizes, 1)
         decay, beta = self.ops.gates(a, b, self.rate, self.step_bias)
@@ -61,6 +66,10 @@ class GatedDeltaNet(StateMixer):
             True,
         )
         z = z.unflatten(1, (self.heads, -1))
+        order = None if self.is_last else self.output.scale_order(len(read))
+        if order and params.value_dim == FP8_BLOCK:  # the columns of a head have a scale of their own
+            codes, scales = self.ops.rounded_norm(read, z, self.norm_weight, self.eps, order == "columns")
+            return RoundedRows(codes.flatten(1), scales, read.dtype)
         return self.ops.gated_norm(read, z, self.norm_weight, self.eps).flatten(1)
 
 

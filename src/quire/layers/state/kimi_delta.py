@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.state.rows import StateRows
@@ -23,7 +25,8 @@ class KimiDeltaAttention(StateMixer):
         # The latents of the two gates are the same on all ranks, so each computes them whole.
         sizes, units = [width, width, width, heads, dim, dim], [heads, heads, heads, heads, 1, 1]
         project = Linear(env, names, hidden, sizes, cut="rows", units=units)
-        super().__init__(place, project, Linear(env, prefix + "o_proj", width, hidden, cut="cols"))
+        held = [3 * self.heads * dim, self.heads, dim, dim]
+        super().__init__(place, project, held, Linear(env, prefix + "o_proj", width, hidden, cut="cols"))
         self.forget = Linear(env, prefix + "f_b_proj", dim, width, cut="rows")
         self.gate = Linear(env, prefix + "g_b_proj", dim, width, cut="rows")
         taps = [
@@ -36,10 +39,11 @@ class KimiDeltaAttention(StateMixer):
         self.step_bias = load_fp32(env, prefix + "dt_bias", width, heads)
         weight = env.weights.tensor(prefix + "o_norm.weight", (dim,))
         self.norm_weight = weight.to(env.device, torch.float32)
-        self.sizes = [3 * self.heads * dim, self.heads, dim, dim]
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        qkv, beta, forget, gate = projected.split(self.sizes, 1)
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor:
+        qkv, beta, forget, gate = parts
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.unflatten(1, (3, self.heads, self.dim)).unbind(1)
         decay, rate = self.ops.gates(self.forget(forget.contiguous()), beta, self.rate, self.step_bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.state.rows import StateRows
@@ -24,9 +26,8 @@ class LightningAttention(StateMixer):
         self.ops, self.parallel, self.dim = pick_ops(env), env.parallel, dim
         self.heads, self.activation = env.parallel.share(heads), ACTIVATIONS[activation]
         project = Linear.from_parts(env, _parts(env, prefix, heads, dim, place.hidden))
-        super().__init__(
-            place, project, Linear(env, prefix + "out_proj", heads * dim, place.hidden, cut="cols")
-        )
+        output = Linear(env, prefix + "out_proj", heads * dim, place.hidden, cut="cols")
+        super().__init__(place, project, [3 * self.heads * dim, self.heads * dim], output)
         held = env.parallel.cut(heads)
         number = torch.arange(held.start + 1, held.stop + 1, dtype=torch.float32)
         depth = 1 - place.index / (num_layers - 1 + 1e-5) + 1e-5
@@ -34,15 +35,16 @@ class LightningAttention(StateMixer):
         self.norm_weight = load_fp32(env, prefix + "norm.weight", heads * dim, heads)
         self.eps, self.width = params.eps, heads * dim
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        width = self.heads * self.dim
-        qkv, gate = projected.split([3 * width, width], 1)
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor:
+        qkv, gate = parts
         q, k, v = self.activation(qkv).unflatten(1, (3, self.heads, self.dim)).unbind(1)
         decay = self.decay.expand(len(q), -1)
         read = self.ops.recurrence(q, k, v, decay, None, state[0], rows).flatten(1).float()
         squares = self.parallel.all_reduce(read.square().sum(1, keepdim=True))
         normed = read * torch.rsqrt(squares / self.width + self.eps) * self.norm_weight
-        return (normed * gate.float().sigmoid()).to(projected.dtype)
+        return (normed * gate.float().sigmoid()).to(gate.dtype)
 
 
 def _parts(env: Env, prefix: str, heads: int, dim: int, hidden: int) -> list[Part]:

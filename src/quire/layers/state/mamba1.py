@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -21,9 +23,8 @@ class Mamba1(StateMixer):
         prefix, inner, bias = place.prefix, params.inner, params.proj_bias
         self.ops = pick_ops(env)
         project = Linear(env, prefix + "in_proj", place.hidden, [inner, inner], bias, cut="rows")
-        super().__init__(
-            place, project, Linear(env, prefix + "out_proj", inner, place.hidden, bias, cut="cols")
-        )
+        output = Linear(env, prefix + "out_proj", inner, place.hidden, bias, cut="cols")
+        super().__init__(place, project, [project.out_features // 2] * 2, output)
         self.sizes = [params.rank, params.state_dim, params.state_dim]
         self.select = Linear(env, prefix + "x_proj", inner, sum(self.sizes), cut="cols")
         names = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -38,8 +39,10 @@ class Mamba1(StateMixer):
         self.decay = -stored.to(env.device, torch.float32).exp()
         self.skip = load_fp32(env, prefix + "D", inner)
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        x, gate = projected.chunk(2, 1)
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor:
+        x, gate = parts
         x = self.ops.conv(x, self.taps, self.bias, state[0], rows, "silu")
         selected = self.select(x).split(self.sizes, 1)
         low_rank, b, c = (norm.alone(part.contiguous()) for norm, part in zip(self.norms, selected))

@@ -5,6 +5,8 @@ B is the key, C the query, and x times the time step the value; the log decay is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -30,7 +32,9 @@ class Mamba2(StateMixer):
             env, prefix + "in_proj", place.hidden, sizes, params.proj_bias, cut="rows", units=units
         )
         output = Linear(env, prefix + "out_proj", inner, place.hidden, params.out_bias, cut="cols")
-        super().__init__(place, project, output)
+        self.held = [size // count * parallel.share(count) for size, count in zip(sizes, units)]
+        self.sizes = [self.held[0], sum(self.held[1:4]), self.held[4]]
+        super().__init__(place, project, self.sizes, output)
         self.taps, self.bias = load_taps(
             env, prefix + "conv1d", params.width, sizes[1:4], units[1:4], params.conv_bias
         )
@@ -40,14 +44,15 @@ class Mamba2(StateMixer):
         self.norm_weight = (
             load_fp32(env, prefix + "norm.weight", inner, params.heads) if params.norm else None
         )
-        self.held = [size // count * parallel.share(count) for size, count in zip(sizes, units)]
         self.scales = _scales(params, self.held, env)
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor:
         params, held = self.params, self.held
         if self.scales is not None:
-            projected = projected * self.scales
-        gate, xbc, step = projected.split([held[0], sum(held[1:4]), held[4]], 1)
+            parts = [part * scale for part, scale in zip(parts, self.scales.split(self.sizes), strict=True)]
+        gate, xbc, step = parts
         xbc = self.ops.conv(xbc, self.taps, self.bias, state[0], rows, "silu")
         x, b, c = xbc.split(held[1:4], 1)
         x = x.unflatten(1, (self.heads, params.head_dim))
@@ -61,7 +66,7 @@ class Mamba2(StateMixer):
             state[1],
             rows,
         )
-        return self.finish((read + x * self.skip).flatten(1), gate.float()).to(projected.dtype)
+        return self.finish((read + x * self.skip).flatten(1), gate.float()).to(gate.dtype)
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Apply the gate, and the norm behind it or in front of it; all [tokens, heads * head dim] in fp32."""

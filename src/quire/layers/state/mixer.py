@@ -6,6 +6,7 @@ A mixer projects its input, mixes tokens through its state, and projects the res
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ from quire.attention.base import ForwardBatch
 from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
+from quire.layers.residual import ResidualAdd, ResidualNorm, SplitProjection, Stream
 from quire.layers.rope import Rotation
+from quire.quant.base import RoundedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +48,37 @@ class StateMixer:
 
     attention = None  # it keeps no keys and values
 
-    def __init__(self, place: MixerPlace, project: Linear, output: Linear) -> None:
+    def __init__(self, place: MixerPlace, project: Linear, sizes: list[int], output: Linear) -> None:
+        """Put the two projections around `mix`, which takes the outputs of the first in parts of these `sizes`."""
         self.index, self.is_last = place.index, place.is_last
-        self.project = NormedLayer(place.norm, project)
+        self.project = SplitProjection(place.norm, project, sizes)
         self.output = ResidualAdd(output, place.adds)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation | None, batch: ForwardBatch
     ) -> Stream:
-        projected, residual = self.project(x, residual)
-        mixed = self.mix(projected, batch.states[self.index], StateRows.of(batch))
+        parts, residual = self.project(x, residual)
+        mixed = self.mix(parts, batch.states[self.index], StateRows.of(batch))
+        if isinstance(mixed, RoundedRows):
+            return self.output.of_rounded(mixed, residual)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             mixed, residual = batch.narrow(mixed, residual)
         return self.output(mixed, residual)
 
     @abstractmethod
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        """Return the input of the output projection, [tokens, width]; updates `state`."""
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor | RoundedRows:
+        """Return the input of the output projection, [tokens, width]; updates `state`.
+
+        It may be rounded if the projection has a `scale_order`, and the layer is not the last one.
+
+        Args:
+            parts: outputs of the first projection, [tokens, size] each, with contiguous rows.
+            state: of this layer, of all requests.
+            rows: the states that the tokens continue.
+        """
 
 
 def load_fp32(env: Env, name: str, length: int, units: int | None = None) -> torch.Tensor:

@@ -25,7 +25,14 @@ class FusedStep(Protocol):
         ...
 
     def __call__(
-        self, projected: torch.Tensor, window: torch.Tensor, state: torch.Tensor, rows: StateRows
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        window: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
     ) -> torch.Tensor:
         """Advance the states of the rows, and return the input of the output projection."""
         ...
@@ -34,6 +41,10 @@ class FusedStep(Protocol):
 def _no_step(*layer: Any) -> None:
     """Return None: the operations of a layer run one by one."""
     return None
+
+
+def _no_rounded_norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError  # no product on a CPU has a `scale_order`
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,8 @@ class StateOps:
     scan: Callable[..., torch.Tensor] = selective_scan
     gates: Callable[..., tuple[torch.Tensor, torch.Tensor]] = delta_gates
     gated_norm: Callable[..., torch.Tensor] = gated_norm
+    # The same, rounded for an FP8 product; kernels only.
+    rounded_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _no_rounded_norm
     delta_step: Callable[..., FusedStep | None] = _no_step  # from the parameters of a gated delta layer
 
 
@@ -60,5 +73,6 @@ def pick_ops(env: Env) -> StateOps:
         selective_scan.selective_scan,
         gates.delta_gates,
         gates.gated_norm,
+        gates.rounded_norm,
         delta_step.make_delta_step,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.state.rows import StateRows
@@ -20,9 +22,11 @@ class ShortConvolution(StateMixer):
         self.ops = pick_ops(env)
         project = Linear(env, prefix + "in_proj", place.hidden, [channels] * 3, bias, cut="rows")
         output = Linear(env, prefix + "out_proj", channels, place.hidden, bias, cut="cols")
-        super().__init__(place, project, output)
+        super().__init__(place, project, [project.out_features // 3] * 3, output)
         self.taps, self.bias = load_taps(env, prefix + "conv", params.width, [channels], [channels], bias)
 
-    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
-        before, after, x = projected.chunk(3, 1)
+    def mix(
+        self, parts: Sequence[torch.Tensor], state: tuple[torch.Tensor, ...], rows: StateRows
+    ) -> torch.Tensor:
+        before, after, x = parts
         return after * self.ops.conv(before * x, self.taps, self.bias, state[0], rows)

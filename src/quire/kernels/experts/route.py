@@ -25,28 +25,39 @@ _LEAST = tl.constexpr(-2147483648)  # below the order of every number
 _MOST_LANES = 128  # experts of a row that a warp holds in 4 registers
 _WARP_ROWS = 4  # rows of one part that a warp has, where there are many
 
-# A tile of logits is [PARTS, ROWS, LANES], and holds expert part * LANES + lane. With as many warps as rows, a row
+# A tile of logits has parts, rows and lanes, and holds expert part * LANES + lane. With as many warps as rows, a row
 # belongs to one warp: reductions over parts stay in a thread, those over lanes in a warp. That takes loads of four logits
 # per thread, so rows in memory begin at multiples of 16 bytes (`padded`). Loads of one logit spread a row of 128 lanes
-# over four warps, which wait for each other nine times for each expert that they choose.
+# over four warps, which wait for each other nine times for each expert that they choose. And it takes that warps are
+# divided over rows, not parts: Triton divides them over the second axis first since 3.7, before that over the first.
+PARTS_AXIS = tl.constexpr(0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 1)
+ROWS_AXIS = tl.constexpr(1 - PARTS_AXIS.value)
 
 
 @triton.jit
 def experts_of_tile(PARTS: tl.constexpr, LANES: tl.constexpr):
-    """Return the experts of a tile of logits: [PARTS, 1, LANES]."""
-    return tl.arange(0, PARTS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    """Return the experts of a tile of logits: parts and lanes of one row."""
+    parts = tl.expand_dims(tl.expand_dims(tl.arange(0, PARTS), ROWS_AXIS), 2)
+    return parts * LANES + tl.arange(0, LANES)[None, None, :]
 
 
 @triton.jit
 def _largest(values):
     """Return the largest number of each row of a tile: [ROWS]."""
-    return tl.max(tl.max(values, 0), 1)
+    return tl.max(tl.max(values, PARTS_AXIS), 1)
 
 
 @triton.jit
-def _wide(of_rows):
-    """Return numbers of rows in the shape of a tile: [1, ROWS, 1]."""
-    return tl.expand_dims(tl.expand_dims(of_rows, 0), 2)
+def wide(of_rows):
+    """Return numbers of rows in the shape of a tile of one part and one lane."""
+    return tl.expand_dims(tl.expand_dims(of_rows, PARTS_AXIS), 2)
+
+
+@triton.jit
+def count_chosen(chosen):
+    """Return how many rows of a tile chose each expert: [PARTS * LANES]."""
+    counts = tl.sum(chosen.to(tl.int32), ROWS_AXIS)
+    return tl.reshape(counts, [counts.shape[0] * counts.shape[1]])
 
 
 @triton.jit
@@ -59,7 +70,7 @@ def _ordered(numbers):
 @triton.jit
 def _first(order, best, e, E_PAD: tl.constexpr):
     """Return the first expert of each row whose `order` is the `best` of the row: [ROWS]."""
-    return tl.min(tl.min(tl.where(order == _wide(best), e, E_PAD), 0), 1)
+    return tl.min(tl.min(tl.where(order == wide(best), e, E_PAD), PARTS_AXIS), 1)
 
 
 @triton.jit
@@ -69,13 +80,13 @@ def _group_score(ranked, inside, e, E_PAD: tl.constexpr, TWO: tl.constexpr):
     best = _largest(scores)
     if TWO:
         first = _first(scores, best, e, E_PAD)
-        best += _largest(tl.where(e == _wide(first), _TAKEN, scores))
+        best += _largest(tl.where(e == wide(first), _TAKEN, scores))
     return best
 
 
 @triton.jit
 def route_rows(
-    logits,  # float32 [PARTS, ROWS, LANES]
+    logits,  # float32, a tile
     gate,  # float32 [ROWS, K_PAD], the logit of the shared experts in every column, if SHARED_GATE
     correction,  # float32 [E], if CORRECTION
     scale,
@@ -93,12 +104,12 @@ def route_rows(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Return ids and weights [ROWS, K_PAD], and which routed experts were chosen, bool [PARTS, ROWS, LANES].
+    """Return ids and weights [ROWS, K_PAD], and which routed experts were chosen, as a tile.
 
     The shared experts E, E + 1, ... come behind the TOP_K routed ones.
     """
-    PARTS: tl.constexpr = logits.shape[0]
-    ROWS: tl.constexpr = logits.shape[1]
+    PARTS: tl.constexpr = logits.shape[PARTS_AXIS]
+    ROWS: tl.constexpr = logits.shape[ROWS_AXIS]
     LANES: tl.constexpr = logits.shape[2]
     E_PAD: tl.constexpr = PARTS * LANES
     e = experts_of_tile(PARTS, LANES)
@@ -107,8 +118,8 @@ def route_rows(
         scores = tl.sigmoid(logits)
     else:
         top = _largest(tl.where(there, logits, _TAKEN))
-        powers = tl.where(there, tl.exp(logits - _wide(top)), 0.0)
-        scores = powers / _wide(tl.sum(tl.sum(powers, 0), 1))
+        powers = tl.where(there, tl.exp(logits - wide(top)), 0.0)
+        scores = powers / wide(tl.sum(tl.sum(powers, PARTS_AXIS), 1))
     ranked = scores
     if CORRECTION:
         ranked += tl.load(correction + e, mask=there, other=0.0)
@@ -116,7 +127,7 @@ def route_rows(
     ranked = tl.where(there, ranked, _TAKEN)
     if GROUPS > 1:
         group = e // (E // GROUPS)
-        open_experts = tl.zeros([PARTS, ROWS, LANES], tl.int1)
+        open_experts = tl.zeros_like(ranked).to(tl.int1)
         g = tl.arange(0, G_PAD)[None, :]
         of_groups = tl.full([ROWS, G_PAD], _TAKEN, tl.float32)
         for i in tl.static_range(GROUPS):
@@ -124,7 +135,7 @@ def route_rows(
             of_groups = tl.where(g == i, score[:, None], of_groups)
         for _ in tl.static_range(TOP_GROUPS):
             first = tl.argmax(of_groups, 1)
-            open_experts = open_experts | (group == _wide(first))
+            open_experts = open_experts | (group == wide(first))
             of_groups = tl.where(g == first[:, None], _TAKEN, of_groups)
         ranked = tl.where(open_experts | (e >= E), ranked, _CLOSED)
     order = _ordered(ranked)
@@ -135,7 +146,7 @@ def route_rows(
     # Not unrolled: with 512 experts, fetching the instructions would take most of the time.
     for i in range(top_k):
         best = _first(order, _largest(order), e, E_PAD)  # the first of equal ones
-        mine = e == _wide(best)
+        mine = e == wide(best)
         ids = tl.where(k == i, best[:, None], ids)
         found = tl.where(k == i, _largest(tl.where(mine, bits, _LEAST))[:, None], found)
         order = tl.where(mine, _LEAST, order)
@@ -207,7 +218,7 @@ def _route(
         tl.extra.cuda.gdc_launch_dependents()
     EACH: tl.constexpr = TOP_K + SHARED
     first_row = tl.program_id(0) * ROWS
-    of_tile = (first_row + tl.arange(0, ROWS))[None, :, None]
+    of_tile = wide(first_row + tl.arange(0, ROWS))
     e = experts_of_tile(PARTS, LANES)
     from_logits = logits + of_tile.to(tl.int64) * STRIDE
     found = tl.load(from_logits + e, mask=(of_tile < tokens) & (e < E), other=0.0)
@@ -223,7 +234,7 @@ def _route(
     )  # fmt: skip
     tl.store(ids + row * EACH + k, mine, mask=real)
     tl.store(weights + row * EACH + k, weight, mask=real)
-    count = tl.reshape(tl.sum((chosen & (of_tile < tokens)).to(tl.int32), 1), [PARTS * LANES])
+    count = count_chosen(chosen & (of_tile < tokens))
     if FEW:
         list_chosen(count, counts, slots, E, SHARED)
     else:

@@ -16,13 +16,16 @@ import triton.language as tl
 from quire.kernels.experts.choice import ExpertChoice, rows_of_tile
 from quire.kernels.experts.route import (
     FEW_TOKENS,
+    PARTS_AXIS,
     block_rows,
+    count_chosen,
     empty_choice,
     experts_of_tile,
     list_chosen,
     padded,
     route,
     route_rows,
+    wide,
 )
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
@@ -144,10 +147,10 @@ def _router_few(
         tl.store(arrived, 0)
         r = tl.arange(0, ROWS)
         every = experts_of_tile(PARTS, LANES)
-        of_tile = r[None, :, None]
+        of_tile = wide(r)
         j = tl.arange(0, K_PAD)
         there = (r < tokens)[:, None] & (j < TOP_K + SHARED)[None, :]
-        logits = tl.zeros([PARTS, ROWS, LANES], tl.float32)
+        logits = tl.zeros([PARTS, ROWS, LANES] if PARTS_AXIS == 0 else [ROWS, PARTS, LANES], tl.float32)
         gate = tl.zeros([ROWS, K_PAD], tl.float32)
         for s in tl.static_range(SPLITS):
             place = parts + (s * BLOCK_M + of_tile) * STRIDE + every
@@ -160,7 +163,7 @@ def _router_few(
             for s in tl.static_range(SPLITS):
                 power += tl.load(squares + s * BLOCK_M + r, mask=r < tokens, other=0.0, cache_modifier=".cg")
             row_scale = tl.rsqrt(power / HIDDEN + eps)
-            logits *= row_scale[None, :, None]
+            logits *= wide(row_scale)
             gate *= row_scale[:, None]
             _normed_rows(
                 total if ADD else x, norm, row_scale, normed, tokens, HIDDEN, NORMED, COLUMNS
@@ -174,8 +177,7 @@ def _router_few(
         tl.store(ids + r[:, None] * (TOP_K + SHARED) + j[None, :], mine, mask=there)
         tl.store(weights + r[:, None] * (TOP_K + SHARED) + j[None, :], share, mask=there)
         if not ONE:
-            count = tl.sum((chosen & (of_tile < tokens)).to(tl.int32), 1)
-            list_chosen(tl.reshape(count, [PARTS * LANES]), active, slots, E, SHARED)
+            list_chosen(count_chosen(chosen & (of_tile < tokens)), active, slots, E, SHARED)
 
 
 def norm_and_route(

@@ -166,7 +166,6 @@ inline float shuffle_down(float x, int by) {
     const int from = running->thread % 32 + by;
     return exchange(x, from < 32 ? from : running->thread % 32);
 }
-inline bool elect_one() { return running->thread % 32 == 0; }
 inline u32 clock_cycles() {
     yield();
     return (u32)turns;

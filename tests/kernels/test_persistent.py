@@ -108,7 +108,10 @@ def test_the_order_of_threads_changes_nothing(tmp_path: Path) -> None:
     "change",
     [
         ("while (!barrier_passed(&block.full[self.place.slot], self.place.parity)) {}", ";"),
-        ("while (missing) {", "for (int once = 0; once < 1; once++) {"),
+        (
+            "for (bool complete = false; !complete; spin.wait(place)) {",
+            "for (bool complete = false; !complete; complete = true) {",
+        ),
     ],
     ids=["weights", "mail"],
 )

@@ -150,17 +150,6 @@ DEVICE u32 load_counter(const u32* at) {
 
 DEVICE u32 add_counter(u32* at, u32 x) { return atomicAdd(at, x); }
 
-// Return true in one thread of a warp. Copies by such a thread need no loop over threads.
-DEVICE bool elect_one() {
-    u32 elected;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "elect.sync _|p, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(elected));
-    return elected;
-}
-
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
 DEVICE void barrier_init(u64* barrier, u32 count) {

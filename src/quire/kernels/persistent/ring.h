@@ -1,5 +1,5 @@
 // How weights come: through a ring of slots in shared memory, which is filled as fast as memory delivers them, and not
-// faster. Copies are PACE cycles apart, because mail waits behind those that memory has not delivered yet.
+// faster. Slots are filled PACE cycles apart, because mail waits behind weights that memory has not delivered yet.
 
 struct Place {  // of a producer or consumer in the ring
     int slot = 0;
@@ -29,33 +29,28 @@ DEVICE int tile_row(Kind kind, int tile, int lane) {
     return tile * (TILE / 2) + (lane < TILE / 2 ? lane : INTER + lane - TILE / 2);
 }
 
-// Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them.
-DEVICE void produce(Kind kind, const char* weight, const Block& block, Place& place, int number, u64 policy) {
+// Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them. Each of TILE lanes
+// copies a row, one after the other.
+DEVICE void produce(
+    Kind kind, const char* weight, const Block& block, Place& place, int number, int lane, u64 policy) {
     const Product product = PRODUCTS[kind];
     const int row_bytes = product.columns * product.bytes, count = own_tiles(product, number);
     u32 time = clock_cycles();
 #pragma unroll 1
     for (int own = 0; own < count; own++) {
-        const int tile = tile_of(product, number, own);
-        const char* first = weight + (i64)tile_row(kind, tile, 0) * row_bytes;  // rows of either half are contiguous
-        const char* second = weight + (i64)tile_row(kind, tile, TILE / 2) * row_bytes;
+        const char* row = weight + (i64)tile_row(kind, tile_of(product, number, own), lane % TILE) * row_bytes;
 #pragma unroll 1
         for (int at = 0; at < row_bytes; at += CHUNK_BYTES) {
             const u32 bytes = at_most(CHUNK_BYTES, row_bytes - at);
             u64* full = &block.full[place.slot];
-            char* to = block.ring + place.slot * SLOT_BYTES;
             barrier_wait(&block.empty[place.slot], place.parity ^ 1, 1);
             while (clock_cycles() - time < PACE) {}
             time = clock_cycles();
-            if (elect_one()) {
-                barrier_expect(full, TILE * bytes);
-#pragma unroll
-                for (int r = 0; r < TILE / 2; r++) {
-                    const i64 from = (i64)r * row_bytes + at;
-                    copy_in_background(to + r * ROW_BYTES, first + from, bytes, full, policy);
-                    copy_in_background(to + (r + TILE / 2) * ROW_BYTES, second + from, bytes, full, policy);
-                }
-            }
+            if (lane == 0) barrier_expect(full, TILE * bytes);
+            sync_warp();
+            if (lane < TILE)
+                copy_in_background(
+                    block.ring + place.slot * SLOT_BYTES + lane * ROW_BYTES, row + at, bytes, full, policy);
             place.advance();
         }
     }

@@ -65,7 +65,7 @@ class Schedule:
     block_size: int  # of the KV cache
     blocks: int
     warps: int = 8  # that multiply
-    pace: int = 850  # cycles between copies to two slots: measured on an H200, whose memory delivers a slot in as many
+    pace: int = 500  # cycles between copies to two slots: measured on an H200
     pieces: int = 4  # of 64 bytes of a row for each warp, in a slot of the ring
     trace: bool = False
     most_slots: int = _MOST_SLOTS

@@ -37,7 +37,7 @@ DEVICE void produce_all(const Step& step, const Block& block, int number, int la
         const Kind kind = kind_of(stage);
         const int layer = stage / 4;
         const char* weight = kind == HEAD ? (const char*)step.head : block.layers[layer].weights[kind];
-        produce(kind, weight, block, place, number, policy);
+        produce(kind, weight, block, place, number, lane, policy);
         if (kind == QKV && layer + 1 < LAYERS) prefetch_context(step, block.layers[layer + 1], number, lane);
     }
 }

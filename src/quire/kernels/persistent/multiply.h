@@ -97,7 +97,7 @@ DEVICE float load_inputs(
     for (int first = 0; first < count; first += N) {
         u32 part[N][2];
         Pair gain[N];
-        int from[N];  // -1: nowhere
+        const u64* from[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const int fragment = (first + i) / FRAGMENTS, chunk = fragment / (PIECES / PARTS) >> shift;
@@ -107,11 +107,11 @@ DEVICE float load_inputs(
                 (before + piece - second) * 32 + (self.quarter << shift) * 8 + second * 8 + self.half * 4;
             const int row = self.row + (first + i) % FRAGMENTS * FRAGMENT_ROWS;
             const bool exists = first + i < count && column < product.columns;
-            from[i] = exists ? (row * product.columns + column) / 2 : -1;
+            from[i] = exists ? mail + (row * product.columns + column) / 2 : nullptr;
             part[i][0] = part[i][1] = 0, gain[i] = Pair{0, 0};
             if (product.normed && exists) gain[i] = load_pair(gains + column);
         }
-        receive<N>(part, mail, from, tag, 10);
+        receive<N>(part, [&](int i) { return from[i]; }, tag, 10);
         sync_warp();
 #pragma unroll
         for (int i = 0; i < N; i++) {

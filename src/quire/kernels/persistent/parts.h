@@ -112,25 +112,33 @@ DEVICE void send(const Step& step, i64 at, u64 word, bool to_all) {
         if (i == 0 || to_all) store_word(step.mail + i * MAIL_WORDS + at, word);
 }
 
-// Wait for N times two words of `mail`, each of two bf16, where `from` is not negative.
-template <int N>
-DEVICE void receive(u32 (&parts)[N][2], const u64* mail, const int (&from)[N], u32 tag, int place) {
+// Whether words that have arrived are not read again: reads of wide inputs delay each other. With narrow ones, it costs more
+// registers than there are.
+constexpr bool READS_ONCE = INTER >= 8192;
+
+// Wait for N times two words, each of two bf16. `at` gives their places, or a null pointer for none.
+template <int N, class At>
+DEVICE void receive(u32 (&parts)[N][2], At at, u32 tag, int place) {
     Spin spin;
-    u64 words[N][2];
+    u32 missing = 0;
+    if (READS_ONCE)
 #pragma unroll
-    for (int i = 0; i < N; i++) words[i][0] = words[i][1] = from[i] < 0 ? tagged(0, tag) : 0;
+        for (int i = 0; i < N; i++) missing |= at(i) ? 1u << i : 0u;
     for (bool complete = false; !complete; spin.wait(place)) {
-        // What has arrived is not read again: reads delay each other.
+        u64 words[N][2];
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (!has_tag(words[i][0], tag) || !has_tag(words[i][1], tag))
-                load_words(mail + from[i], words[i][0], words[i][1]);
+            if (READS_ONCE ? missing >> i & 1 : at(i) != nullptr) load_words(at(i), words[i][0], words[i][1]);
         complete = true;
 #pragma unroll
-        for (int i = 0; i < N; i++) complete &= has_tag(words[i][0], tag) & has_tag(words[i][1], tag);
+        for (int i = 0; i < N; i++)
+            if (READS_ONCE ? missing >> i & 1 : at(i) != nullptr) {
+                const bool arrived = has_tag(words[i][0], tag) & has_tag(words[i][1], tag);
+                parts[i][0] = (u32)words[i][0], parts[i][1] = (u32)words[i][1];
+                if (READS_ONCE && arrived) missing &= ~(1u << i);
+                complete &= arrived;
+            }
     }
-#pragma unroll
-    for (int i = 0; i < N; i++) parts[i][0] = (u32)words[i][0], parts[i][1] = (u32)words[i][1];
 }
 
 // Wait for N single words.

@@ -1,13 +1,14 @@
 """Compile every kernel as its wrapper launches it, for GPUs that are not present, and check its shared memory.
 
     python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
-                                        [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...] [--warp-loops]
+                                        [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...]
+                                        [--loops NAME:BARRIERS]
 
 Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile, needs more
-shared memory than the target has, or contains an instruction that `--forbid` names by its beginning, or with
-`--warp-loops` if warps wait for each other in a loop that reduces numbers of a warp. `--sample` takes only the first
-variant of each kernel in each model. Without `--binary`, `--forbid` or `--warp-loops`, compilation stops before the
-assembler, when shared memory is already known.
+shared memory than the target has, contains an instruction that `--forbid` names by its beginning, or has a loop with the
+instruction that `--loops` names and with more barriers than it allows. `--sample` takes only the first variant of each
+kernel in each model. Without `--binary`, `--forbid` or `--loops`, compilation stops before the assembler, when shared
+memory is already known.
 
 A driver that only names its target replaces the device, and launches are recorded instead of run.
 """
@@ -571,26 +572,27 @@ def instructions(cubin: bytes, wanted: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
 
 
-def waiting_loops(cubin: bytes) -> str:
-    """Return how many loops with a reduction over a warp contain a barrier; empty: none."""
+def waiting_loops(cubin: bytes, rule: str) -> str:
+    """Return how many loops have more barriers than `rule` allows, such as REDUX:0 for loops with REDUX; empty: none."""
     lines, starts, waiting = get_sass(cubin).split("\n"), dict[str, int](), 0
+    name, _, most = rule.partition(":")
     for number, line in enumerate(lines):
         if label := re.match(r"(LBB\d+):", line):
             starts[label[1]] = number
         elif (back := re.search(r"\bBRA (LBB\d+)", line)) and back[1] in starts:
             body = "\n".join(lines[starts[back[1]] : number])
-            waiting += "REDUX" in body and "BAR." in body
-    return f"{waiting} loops with barriers" if waiting else ""
+            waiting += name in body and body.count("BAR.") > int(most)
+    return f"{waiting} loops with {name} and more than {most} barriers" if waiting else ""
 
 
 def compile_one(
-    item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str], warp_loops: bool
+    item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str], loops: str
 ) -> Compiled:
     (name, _), (kernel, data) = item
     try:
         done = kernel.preload(data)
         found = instructions(done.asm["cubin"], forbidden) if forbidden else ""
-        found = found or (waiting_loops(done.asm["cubin"]) if warp_loops else "")
+        found = found or (waiting_loops(done.asm["cubin"], loops) if loops else "")
         return Compiled(name, done.metadata.shared, found and f"contains {found}")
     except Exception as error:  # any error of the compiler
         return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
@@ -630,7 +632,7 @@ def compile_for(
     forbidden = args.forbid.split(",") if args.forbid else []
     with ThreadPoolExecutor(args.threads) as pool:
         compiled = pool.map(
-            partial(compile_one, forbidden=forbidden, warp_loops=args.warp_loops), launches.kernels.items()
+            partial(compile_one, forbidden=forbidden, loops=args.loops), launches.kernels.items()
         )
         done = dict(zip(launches.kernels, compiled, strict=True))
     return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
@@ -657,11 +659,11 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")
     parser.add_argument("--forbid", default="")
-    parser.add_argument("--warp-loops", action="store_true")
+    parser.add_argument("--loops", default="")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     knobs.runtime.add_stages_inspection_hook = (
-        None if args.binary or args.forbid or args.warp_loops else stop_at_assembler
+        None if args.binary or args.forbid or args.loops else stop_at_assembler
     )
     wrong: list[str] = []
     models = args.models.split(",")

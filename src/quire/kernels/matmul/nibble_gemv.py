@@ -160,16 +160,12 @@ def _load_tile(
     for c in tl.static_range(CHUNKS):
         piece = c * PIECES + tl.arange(0, PIECES)
         there = (out < outputs)[:, None] & (piece < K // 32)[None, :]
-        at = row.to(tl.int64)[:, None] * (K // 8) + piece[None, :] * 4
-        words = _with(
-            words,
-            tl.load(
-                weight + (at[:, :, None] + tl.arange(0, 4)[None, None, :]),
-                mask=there[:, :, None],
-                other=0,
-                eviction_policy="evict_first",
-            ),
-        )
+        # Loaded as pieces of four words, a tile would be divided over rows first by Triton 3.6.
+        word = c * PIECES * 4 + tl.arange(0, PIECES * 4)
+        at = row.to(tl.int64)[:, None] * (K // 8) + word[None, :]
+        exists = (out < outputs)[:, None] & (word < K // 8)[None, :]
+        whole = tl.load(weight + at, mask=exists, other=0, eviction_policy="evict_first")
+        words = _with(words, tl.reshape(whole, [row.shape[0], PIECES, 4]))
         first = piece // (HALF // 16) * (2 * HALF) + piece % (HALF // 16) * 16
         low = (first // GROUP * scale_stride)[None, :] + row[:, None]
         high = ((first + HALF) // GROUP * scale_stride)[None, :] + row[:, None]

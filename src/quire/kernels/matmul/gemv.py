@@ -269,7 +269,7 @@ def _launch(
 def most_rows(inputs: int, itemsize: int = 2) -> int:
     """Return the largest number of rows of x for which `gemv` is faster than the other products."""
     chunks = triton.cdiv(inputs, _width(inputs, False, itemsize)[1])
-    if itemsize > 1 and inputs >= _MANY_INPUTS:
+    if inputs >= (_MANY_INPUTS if itemsize > 1 else _MANY_CODES):
         return 1 if chunks <= _MOST_CHUNKS else 0
     return MOST_ROWS if chunks <= _MOST_CHUNKS // 2 else 1 if chunks <= _MOST_CHUNKS else 0
 
@@ -311,4 +311,6 @@ _MOST_CHUNKS = 8  # per row of W: their loop is unrolled, and two rows of x shar
 # multiprocessor, which do not hide the latency of memory: a step of two rows of an 8B model took 5.5 ms on an H200, one
 # of four rows, which `skinny` multiplies, 4.3 ms; with 3,072 inputs of a 3B model, 2.7 and 2.2 ms.
 _MANY_INPUTS = 3072
+# With so many 8-bit ones their registers spill: a step of two rows of an 8B model in FP8 took 5.3 ms, one of four 3.9 ms.
+_MANY_CODES = _CODES + 1
 _REGISTERS = 128  # per thread, so that 16 warps fit on a multiprocessor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,36 @@ def test_a_kernel_that_does_not_wait_is_noticed(change: tuple[str, str], tmp_pat
     assert not max(errors) < TOLERANCE
 
 
+def spoil_rows(
+    decoder: RandomDecoder, rows: int, run: Callable[..., object]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the hidden states and logits of a step, and of the same step with embeddings of rows 0 and 1 not finite."""
+    inputs = decoder.inputs([20 + 3 * i for i in range(rows)])
+    inputs.ids[0], inputs.ids[1] = 7, 8
+    for spoilt in (False, True):
+        if spoilt:
+            decoder.embedding[7, ::3], decoder.embedding[8, 1] = torch.inf, torch.nan
+        hidden, logits = decoder.results(rows)
+        run(*decoder.arguments(inputs, hidden, logits))
+        yield hidden, logits
+
+
+def check_others(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for clean, beside in zip(*found, strict=True):
+        assert clean.isfinite().all() and torch.equal(clean[2:], beside[2:])
+        assert not beside[0].isfinite().all() and not beside[1].isfinite().all()
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    "sizes, rows", [(BIASED, 4), (FP8_ROWS, 4), (FP8_ROWS, 8)], ids=["bf16", "fp8", "fp8, eight"]
+)
+def test_rows_that_are_not_finite_change_no_other(sizes: DecoderSizes, rows: int, tmp_path: Path) -> None:
+    decoder = RandomDecoder(sizes, slots=8, context=128, device=torch.device("cpu"))
+    step = HostStep(Schedule(sizes, rows, BLOCK, 5, warps=1, most_slots=5), tmp_path)
+    check_others(list(spoil_rows(decoder, rows, step)))
+
+
 def test_blocks_share_all_tiles_of_a_layer() -> None:
     sizes = DecoderSizes(1024, 16, 8, 128, 3072, 28, 151936, 1e-6, 128**-0.5, qk_norm=True)
     schedule = Schedule(sizes, 1, BLOCK, 132)
@@ -183,3 +214,16 @@ def test_a_step_on_a_gpu_computes_what_pytorch_does(lengths: list[int], weights:
         step(*decoder.arguments(inputs, hidden, logits))
         assert error(hidden, expected_hidden) < TOLERANCE and error(logits, expected_logits) < TOLERANCE
         assert error(decoder.new_entries(inputs), expected_entries) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8-block"])
+def test_rows_that_are_not_finite_change_no_other_on_a_gpu(weights: WeightFormat) -> None:
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    sizes = DecoderSizes(1024, 16, 8, 128, 3072, 3, 151936, 1e-6, 128**-0.5, qk_norm=True, weights=weights)
+    decoder = RandomDecoder(sizes, slots=8, context=1024, device=device)
+    schedule = Schedule(sizes, 4, BLOCK, torch.cuda.get_device_properties(device).multi_processor_count)
+    step = DecodeStep(schedule, compile_ahead(schedule), Mailbox([schedule], device), device)
+    check_others(list(spoil_rows(decoder, 4, step)))

@@ -10,8 +10,8 @@
 // do not fill hold further pieces of 32 columns: a fragment then serves several pieces, each with sums of its own.
 //
 // A lane reads 16 bytes of a weight's row: 8 columns of bf16, or 16 of FP8, which are two such pieces. One instruction
-// makes two numbers of FP8 fp16, so inputs of such weights are fp16, too: a warp multiplies its own by the power of two
-// that brings the largest below 2^15.
+// makes two numbers of FP8 fp16, so inputs of such weights are fp16, too: a warp multiplies its part of each row by the
+// power of two that brings the row's largest number below 2^15.
 
 constexpr int FRAGMENT_ROWS = at_most(ROWS, 4);
 constexpr int FRAGMENTS = ROWS / FRAGMENT_ROWS;  // for the same columns
@@ -45,7 +45,6 @@ DEVICE int has_two_pieces(const Product& product) { return FORMAT == BF16 ? 0 : 
 // Return how many fragments a warp has of the inputs of a slot.
 DEVICE int slot_fragments(const Product& product) { return PIECES / PARTS * FRAGMENTS << has_two_pieces(product); }
 
-
 // Events: 0 to 7 in attention.h, 16 + 8 * kind + 0 to 5 here.
 #if TRACE
 #define TRACE_AT(event)                                                                                             \
@@ -68,31 +67,47 @@ DEVICE int larger_bits(int most, u32 x) {
 
 DEVICE u32 to_half(u32 x, float factor) { return pack_half(low_half(x) * factor, high_half(x) * factor); }
 
-// Turn a warp's inputs from bf16 into fp16, and return what undoes their factor. This lane has seen none beyond `most`.
-DEVICE float scale_inputs(Pair* inputs, int count, const Consumer& self, int most) {
-    constexpr int BIAS = 127;
-    const int exponent = (int)(warp_most((u32)most) >> 23) - BIAS;
-    const int power = at_most(14 - exponent, BIAS);  // of two
-    const float factor = as_float((u32)(power + BIAS) << 23);
-#pragma unroll 4
-    for (int i = 0; i < count; i++) {
-        const Pair x = inputs[i * 32 + self.lane];
-        inputs[i * 32 + self.lane] = Pair{to_half(x.x, factor), to_half(x.y, factor)};
-    }
-    return as_float((u32)(BIAS - power) << 23);
+// Return the largest of the lanes that hold parts of the same row.
+DEVICE int row_most(int x) {
+    if constexpr (FRAGMENT_ROWS == 1) return (int)warp_most((u32)x);
+    for (int mask = 1; mask < 8; mask *= 2) x = at_least(x, (int)exchange_word((u32)x, mask));
+    for (int mask = 8 * FRAGMENT_ROWS; mask < 32; mask *= 2) x = at_least(x, (int)exchange_word((u32)x, mask));
+    return x;
 }
 
-// Load this warp's columns of the input into shared memory, as fragments, and the sums of their squares; return by what
-// products must be multiplied.
-DEVICE float load_inputs(
+// Turn a warp's inputs from bf16 into fp16. A row that is not finite leaves the others as they are. This lane has seen no
+// numbers beyond `most`. Sums are multiplied by `undo`, in the order in which lanes hold them (`write_tile`).
+DEVICE void scale_inputs(
+    Pair* inputs, int count, const Consumer& self, const int (&most)[FRAGMENTS], float (&undo)[FRAGMENTS]) {
+    constexpr int BIAS = 127;
+    float factor[FRAGMENTS];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        const int exponent = (row_most(most[f]) >> 23) - BIAS;
+        const int power = at_most(14 - exponent, BIAS);  // of two
+        factor[f] = as_float((u32)(power + BIAS) << 23);
+        undo[f] = shuffle_from(as_float((u32)(BIAS - power) << 23), self.quarter % FRAGMENT_ROWS * 8);
+    }
+#pragma unroll 2
+    for (int first = 0; first < count; first += FRAGMENTS)
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+            Pair* at = inputs + (first + f) * 32 + self.lane;
+            *at = Pair{to_half(at->x, factor[f]), to_half(at->y, factor[f])};
+        }
+}
+
+// Load this warp's columns of the input into shared memory, as fragments, the sums of their squares, and by what products
+// must be multiplied.
+DEVICE void load_inputs(
     const Step& step, const Consumer& self, const Product& product, u32 tag, const u16* gains, Pair* inputs,
-    float (&squares)[FRAGMENTS]) {
+    float (&squares)[FRAGMENTS], float (&undo)[FRAGMENTS]) {
     constexpr int N = at_most(POLLED, MOST_FRAGMENTS);
     static_assert(N % FRAGMENTS == 0, "fragment i of each turn has the same rows");
     const u64* mail = step.mail + own_copy(self.block) + product.input;
     const int count = product.chunks * slot_fragments(product);
     const int shift = has_two_pieces(product);
-    int most = 0;
+    int most[FRAGMENTS] = {};
 #pragma unroll 1
     for (int first = 0; first < count; first += N) {
         u32 part[N][2];
@@ -120,14 +135,14 @@ DEVICE float load_inputs(
                 float& sum = squares[i % FRAGMENTS];
                 x = Pair{times(x.x, gain[i].x, sum), times(x.y, gain[i].y, sum)};
             }
-            if (shift) most = larger_bits(larger_bits(most, x.x), x.y);
+            if (shift) most[i % FRAGMENTS] = larger_bits(larger_bits(most[i % FRAGMENTS], x.x), x.y);
             // This lane has the first or second half of 8 columns, and needs those that lie as `a` has them.
             const u32 other = exchange_word(self.half ? x.x : x.y, 4);
             if (first + i < count) inputs[(first + i) * 32 + self.lane] = self.half ? Pair{other, x.y} : Pair{x.x, other};
         }
     }
     sync_warp();
-    return shift ? scale_inputs(inputs, count, self, most) : 1.0f;
+    if (shift) scale_inputs(inputs, count, self, most, undo);
 }
 
 DEVICE float silu(float x) { return divide(x, 1.0f + exp2_fast(-1.4426950408889634f * x)); }
@@ -221,7 +236,8 @@ DEVICE void multiply_slot(
 }
 
 // Write a warp's sums of a tile: lane i has those of its row i / 4 with row and part i % 4 of the input.
-DEVICE void write_tile(const Products& products, float factor, float* to, const Consumer& self) {
+DEVICE void write_tile(
+    const Products& products, const float (&undo)[FRAGMENTS], float* to, const Consumer& self) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
         float sum = 0;
@@ -230,7 +246,7 @@ DEVICE void write_tile(const Products& products, float factor, float* to, const 
             const float of_part = products[f][i][0] + products[f][i][3];
             sum = i == self.quarter / FRAGMENT_ROWS ? of_part : sum;
         }
-        to[f * 32] = sum * factor;
+        to[f * 32] = FORMAT == BF16 ? sum : sum * undo[f];
     }
 }
 
@@ -279,11 +295,13 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
     TRACE_AT(16 + kind * 8);
     if (count == 0) return;
     Pair* inputs = block.inputs + self.warp * (MOST_FRAGMENTS * 32);
-    float squares[FRAGMENTS] = {}, scales[RESULTS_EACH];
+    float squares[FRAGMENTS] = {}, scales[RESULTS_EACH], undo[FRAGMENTS];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) undo[f] = 1;
     load_scales(scales, block, self, kind, product, layer, 0, count);
     float block_scale = load_block_scale(block, self, kind, product, layer, 0);
-    const float factor = load_inputs(
-        step, self, product, kind == QKV || kind == HEAD ? self.tag - 1 : self.tag, gains, inputs, squares);
+    load_inputs(
+        step, self, product, kind == QKV || kind == HEAD ? self.tag - 1 : self.tag, gains, inputs, squares, undo);
     TRACE_AT(17 + kind * 8);
 #pragma unroll 1
     for (int group = 0; group < count; group += GROUP) {
@@ -302,7 +320,7 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
                     multiply_slot<1>(products, part, block, self, chunk, block_scale);
             }
             block_scale = next_scale;
-            write_tile(products, factor, sums, self);
+            write_tile(products, undo, sums, self);
             sums += FRAGMENTS * 32;
         }
         TRACE_AT(18 + kind * 8);

@@ -30,12 +30,11 @@ DEVICE int tile_row(Kind kind, int tile, int lane) {
 }
 
 // Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them. Each of TILE lanes
-// copies a row, one after the other.
+// copies a row, one after the other. `time` is when the slot before was filled.
 DEVICE void produce(
-    Kind kind, const char* weight, const Block& block, Place& place, int number, int lane, u64 policy) {
+    Kind kind, const char* weight, const Block& block, Place& place, u32& time, int number, int lane, u64 policy) {
     const Product product = PRODUCTS[kind];
     const int row_bytes = product.columns * product.bytes, count = own_tiles(product, number);
-    u32 time = clock_cycles();
 #pragma unroll 1
     for (int own = 0; own < count; own++) {
         const char* row = weight + (i64)tile_row(kind, tile_of(product, number, own), lane % TILE) * row_bytes;

@@ -30,6 +30,7 @@ DEVICE void prefetch_context(const Step& step, const Layer& layer, int number, i
 
 DEVICE void produce_all(const Step& step, const Block& block, int number, int lane) {
     Place place;
+    u32 time = clock_cycles();
     const u64 policy = read_once_policy();
     prefetch_context(step, block.layers[0], number, lane);
 #pragma unroll 1
@@ -37,7 +38,7 @@ DEVICE void produce_all(const Step& step, const Block& block, int number, int la
         const Kind kind = kind_of(stage);
         const int layer = stage / 4;
         const char* weight = kind == HEAD ? (const char*)step.head : block.layers[layer].weights[kind];
-        produce(kind, weight, block, place, number, lane, policy);
+        produce(kind, weight, block, place, time, number, lane, policy);
         if (kind == QKV && layer + 1 < LAYERS) prefetch_context(step, block.layers[layer + 1], number, lane);
     }
 }

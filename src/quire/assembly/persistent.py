@@ -148,12 +148,13 @@ def step_bytes(sizes: DecoderSizes) -> int:
 
 
 def decoder_sizes(model: DecoderModel) -> DecoderSizes:
-    """Return the sizes of a decoder."""
-    spec = model.spec
+    """Return the sizes of a decoder whose weights the kernel reads."""
+    spec, weights = model.spec, _weight_format(model)
+    assert weights is not None
     return DecoderSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.num_layers,
         spec.vocab_size, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,
-        _weight_format(model) or "bf16",
+        weights,
     )  # fmt: skip
 
 

@@ -200,9 +200,8 @@ def takes(sizes: DecoderSizes) -> str:
     """Return why the kernel does not take these sizes; empty if it does."""
     if sizes.head_dim not in (64, 128):
         return f"heads have {sizes.head_dim} dimensions, not 64 or 128"
-    multiple = {"bf16": _TILE, "fp8": 16, "fp8-block": 512}[
-        sizes.weights
-    ]  # copies have multiples of 16 bytes
+    # Copies have multiples of 16 bytes, and a slot has whole blocks of scales.
+    multiple = {"bf16": _TILE, "fp8": 16, "fp8-block": 512}[sizes.weights]
     for name, value, least in (
         ("hidden", sizes.hidden, multiple),
         ("intermediate", sizes.intermediate, multiple),

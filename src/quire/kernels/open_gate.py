@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
-from quire.kernels.matmul.round_fp8 import GROUP, LARGEST, TINY
+from quire.kernels.matmul.round_fp8 import GROUP, LARGEST, TINY, round_groups
 from quire.kernels.target import target_of
 
 _BLOCK = 1024
@@ -40,11 +40,10 @@ def _open_gate(
     value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     dtype = x.dtype.element_ty
     value = (value * opened.to(dtype).to(tl.float32)).to(dtype)
-    if ROUND:  # as kernels/matmul/round_fp8.py does
+    if ROUND:
         wide = tl.reshape(value.to(tl.float32), [BLOCK // GROUP, GROUP])
-        scale = tl.maximum(tl.max(tl.abs(wide), 1) / LARGEST, TINY) + tl.sum(wide * 0.0, 1)
-        value = tl.reshape(wide / scale[:, None], [BLOCK])
-        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+        scale, wide = round_groups(wide, LARGEST, TINY)
+        value = tl.reshape(wide, [BLOCK])
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         place = group * tl.num_programs(0) + row if BY_COLUMN else row * (WIDTH // GROUP) + group
         tl.store(scales + place, scale, mask=group < WIDTH // GROUP)

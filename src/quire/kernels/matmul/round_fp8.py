@@ -19,6 +19,13 @@ LARGEST = 448.0
 TINY = 1e-12  # scale of zeros
 
 
+@triton.jit
+def round_groups(values, LARGEST: tl.constexpr, TINY: tl.constexpr):
+    """Return the scales [groups] of fp32 [groups, columns], NaN if a number is not finite, and the scaled numbers."""
+    scales = tl.maximum(tl.max(tl.abs(values), 1) / LARGEST, TINY) + tl.sum(values * 0.0, 1)
+    return scales, tl.minimum(tl.maximum(values / scales[:, None], -LARGEST), LARGEST)
+
+
 @kernel
 def _round(
     x,  # [rows, WIDTH], with KIND [rows, 2 * WIDTH]
@@ -72,19 +79,17 @@ def _round(
     if KEEP:
         tl.store(normed + row * WIDTH + at, value.to(dtype), mask=inside)
     value = value.to(dtype).to(tl.float32)
-    size, spoilt = tl.abs(value), value * 0.0  # 0, or NaN for what is not finite
     if STATIC:
         scale = tl.load(static_scale)
         value = value / scale
         tl.store(scales + row, scale)
     elif GROUPS == 1:
-        scale = tl.maximum(tl.max(size, 0) / LARGEST, TINY) + tl.sum(spoilt, 0)
+        scale = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, TINY) + tl.sum(value * 0.0, 0)
         value = value / scale
         tl.store(scales + row, scale)
     else:
-        scale = tl.maximum(tl.max(tl.reshape(size, [BLOCK // GROUP, GROUP]), 1) / LARGEST, TINY)
-        scale += tl.sum(tl.reshape(spoilt, [BLOCK // GROUP, GROUP]), 1)
-        value = tl.reshape(tl.reshape(value, [BLOCK // GROUP, GROUP]) / scale[:, None], [BLOCK])
+        scale, wide = round_groups(tl.reshape(value, [BLOCK // GROUP, GROUP]), LARGEST, TINY)
+        value = tl.reshape(wide, [BLOCK])
         group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         place = group * tl.num_programs(0) + row if BY_COLUMN else row * GROUPS + group
         tl.store(scales + place, scale, mask=group < GROUPS)

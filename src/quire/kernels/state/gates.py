@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
-from quire.kernels.matmul.round_fp8 import GROUP, LARGEST, TINY
+from quire.kernels.matmul.round_fp8 import GROUP, LARGEST, TINY, round_groups
 
 _BLOCK = 256  # channels of a program
 _NUMBERS = 2048  # of a program of the norm
@@ -92,12 +92,10 @@ def _norm_and_gate(
     if SILU:
         opened = opened * factor
     value = (value * opened).to(x.dtype.element_ty)
-    if ROUND:  # as kernels/matmul/round_fp8.py does
-        wide = value.to(tl.float32)
-        of_vector = tl.maximum(tl.max(tl.abs(wide), 1) / LARGEST, TINY) + tl.sum(wide * 0.0, 1)
+    if ROUND:
+        of_vector, value = round_groups(value.to(tl.float32), LARGEST, TINY)
         of_scales = head * (vectors // HEADS) + token if BY_COLUMN else vector
         tl.store(scales + of_scales, of_vector, mask=vector < vectors)
-        value = tl.minimum(tl.maximum(wide / of_vector[:, None], -LARGEST), LARGEST)
     tl.store(out + own, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 
@@ -83,3 +85,30 @@ FORMS: dict[str, Callable[[WeightMaker], QuantisedWeight]] = {
     "mxfp4": lambda make: make.fp4(32),
     "nvfp4": lambda make: make.fp4(16),
 }
+
+
+class LateWeights:
+    """Weights of a checkpoint that threads still read: actions wait for `finish`."""
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], None]] = []
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        self._actions.append(action)
+
+    def finish(self) -> None:
+        for action in self._actions:
+            action()
+
+
+def memory_of(owner: Any) -> dict[str, tuple[int, ...]]:
+    """Return address, strides and shape of the tensors that `owner` and the dataclasses in it hold, by their names."""
+    names = vars(owner) if hasattr(owner, "__dict__") else owner.__dataclass_fields__
+    found = {}
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, torch.Tensor):
+            found[name] = (value.data_ptr(), *value.stride(), *value.shape)
+        elif is_dataclass(value):
+            found |= {f"{name}.{inner}": at for inner, at in memory_of(value).items()}
+    return found

@@ -85,6 +85,7 @@ def wake_gpu(device: str) -> None:
         gpu, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(index or 0)) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # the context that torch will use
+            import triton  # noqa: F401 (first: two threads that import parts of it wait for each other)
             from triton.backends.nvidia.driver import CudaUtils
             from triton.runtime.cache import triton_key
 

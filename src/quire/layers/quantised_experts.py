@@ -8,7 +8,6 @@ More tokens are grouped by expert. Import this module only if `fuses_experts` re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -18,13 +17,14 @@ from quire.kernels.experts.group import group
 from quire.kernels.experts.many import weighted_sum
 from quire.kernels.experts.many_packed import many_packed_down, many_packed_gate_up, packed_tiles_for
 from quire.kernels.experts.one import ExpertMatrices, one_down, one_gate_up, takes_one
-from quire.kernels.matmul.packed import PackedTensors, half_for, reorder_nibbles
+from quire.kernels.matmul.packed import PackedTensors, half_for
 from quire.kernels.matmul.round_fp8 import norm_and_round, round_fp8
 from quire.kernels.target import target_of
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
 from quire.layers.moe import RoundingExperts
 from quire.quant.forms import FP8_BLOCK, Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight
+from quire.quant.kernel_order import KernelOrder
 
 _HALF = 32  # columns of nibbles that are neighbours; with more, tiles could not be small
 _FINE = (16, 32, 64)  # sizes of groups whose scales multiply numbers; larger ones multiply sums
@@ -96,7 +96,10 @@ class QuantisedExperts(RoundingExperts):
         self, weights: ExpertWeights, gate_up: PackedTensors, down: PackedTensors, activation: str
     ) -> None:
         """Keep the matrices of `weights`, as `stack_for_kernels` describes them."""
-        self.weights, self.gate_up, self.down, self.activation = weights, gate_up, down, activation
+        self.weights, self.activation = weights, activation
+        assert not isinstance(weights.gate_up, torch.Tensor) and not isinstance(weights.down, torch.Tensor)
+        self.orders = KernelOrder.of(gate_up, weights.gate_up), KernelOrder.of(down, weights.down)
+        self.gate_up, self.down = (order.ordered for order in self.orders)
         self.num_experts, hidden, self.width = weights.down.shape
         device = down.codes.device
         forms = (weights.gate_up, weights.down)
@@ -107,8 +110,8 @@ class QuantisedExperts(RoundingExperts):
 
     def rearrange(self) -> None:
         """Put codes and scales into the kernels' order, once the checkpoint is there."""
-        self.gate_up = rearranged(self.gate_up, self.weights.gate_up)
-        self.down = rearranged(self.down, self.weights.down)
+        for order in self.orders:
+            order.fill()
 
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         weights, dtype = self.weights, x.dtype
@@ -157,26 +160,4 @@ def matrices_of(w: PackedTensors, bias: torch.Tensor | None) -> ExpertMatrices |
         return None
     return ExpertMatrices(
         w.codes.view(torch.float8_e4m3fn if w.format == "fp8" else torch.int8), w.scale, bias
-    )
-
-
-def rearranged(w: PackedTensors, form: StackedWeight) -> PackedTensors:
-    """Put the codes of `w` into the kernels' order in place, and return it with scales in theirs."""
-    scale, zero, offset = w.scale, w.zero, w.offset
-    if w.half:
-        for codes in w.codes:  # one expert at a time, because it takes several times the memory
-            codes.copy_(reorder_nibbles(codes, w.half))
-    elif isinstance(form, IntGroupWeight):  # unsigned codes become signed, and zeros offsets
-        w.codes.bitwise_xor_(128)
-        if offset is not None:
-            offset = offset.float() + 128 * scale.float()
-        elif zero is not None:
-            offset, zero = scale.float() * (128 - zero.float()), None
-    if scale.dtype == torch.float8_e4m3fn:
-        scale = scale.bfloat16()
-    return replace(
-        w,
-        scale=scale.flatten(1) if w.group == 0 else scale.mT.contiguous(),
-        zero=None if zero is None else zero.mT.contiguous(),
-        offset=None if offset is None else offset.mT.contiguous(),
     )

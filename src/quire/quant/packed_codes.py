@@ -7,8 +7,6 @@ weight in blocks: mostly by the library. The other formats unpack the weight to 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +23,6 @@ from quire.kernels.matmul.packed import (
     PackedTensors,
     half_for,
     packed_product,
-    reorder_nibbles,
 )
 from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import norm_and_round, round_fp8
@@ -36,6 +33,7 @@ from quire.kernels.target import target_of
 from quire.layers.env import Env
 from quire.quant.base import FusingMatmul, Matmul, NormedProduct, RoundedRows, ScaleOrder
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
+from quire.quant.kernel_order import KernelOrder
 
 # Results up to which an FP8 product of the library is faster without scales, and a kernel behind it that applies them.
 # Beyond, the library applies them, and sums up faster, with the 14 bits of Hopper's FP8 accumulators: on an H200, the
@@ -106,7 +104,8 @@ class PackedCodesMatmul(FusingMatmul):
     def __init__(
         self, weight: PackedTensors, form: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
-        self.weight, self.form, self.bias, self.dtype = weight, form, bias, dtype
+        self.order = KernelOrder.of(weight, form)
+        self.weight, self.form, self.bias, self.dtype = self.order.ordered, form, bias, dtype
         self.rounding = form.rounding if isinstance(form, Fp8Weight) else "none"
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
@@ -133,7 +132,10 @@ class PackedCodesMatmul(FusingMatmul):
             self.apart_rows = 1 + max(most_with_gate, most_rows_for("fp8", weight.inputs, True))
         if self.rounds:
             self.gated_rows = 1 + self.most_in_registers
-        self.on_hopper: hopper.RowsWeight | None = None
+        self.numbers = weight.codes.view(torch.int8 if weight.format == "byte" else torch.float8_e4m3fn)
+        self.library_scale = weight.scale.mT
+        self.row_scale = self.weight.scale.view(1, -1) if weight.group == 0 else self.weight.scale
+        self.on_hopper = self._weight_on_hopper()
         device = weight.codes.device
         self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
@@ -150,28 +152,9 @@ class PackedCodesMatmul(FusingMatmul):
 
     def rearrange(self) -> None:
         """Put codes and scales into the kernels' order, once the checkpoint is there."""
-        w = self.weight
-        scale, zero, offset = w.scale, w.zero, w.offset
-        if w.half:
-            w.codes.copy_(reorder_nibbles(w.codes, w.half))
-        elif isinstance(self.form, IntGroupWeight):  # unsigned codes become signed, and zeros offsets
-            w.codes.bitwise_xor_(128)
-            if offset is not None:
-                offset = offset.float() + 128 * scale.float()
-            elif zero is not None:
-                offset, zero = scale.float() * (128 - zero.float()), None
-        if scale.dtype == torch.float8_e4m3fn:
-            scale = scale.bfloat16()
-        scale = scale.reshape(-1) if w.group == 0 else scale.t().contiguous()
-        self.weight = replace(
-            w, scale=scale, zero=None if zero is None else zero.t().contiguous(),
-            offset=None if offset is None else offset.t().contiguous(),
-        )  # fmt: skip
-        if self.by_group:
-            self.library_scale = scale.t().contiguous().t()
-        self.row_scale = scale.float().view(1, -1) if w.group == 0 else scale
-        self.numbers = w.codes.view(torch.int8 if w.format == "byte" else torch.float8_e4m3fn)
-        self.on_hopper = self._weight_on_hopper()
+        self.order.fill()
+        if self.on_hopper is not None and self.on_hopper.scale is not None:
+            self.on_hopper.scale.copy_(self.weight.scale)
 
     def _weight_on_hopper(self) -> hopper.RowsWeight | None:
         """Return the weight for the kernel of 17 to 256 rows on Hopper, or None if it does not take it."""

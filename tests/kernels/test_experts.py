@@ -280,10 +280,13 @@ def test_many_tokens_interpreted(case: ExpertCase, tile: GroupedTile) -> None:
 @pytest.mark.parametrize(("experts", "top_k"), [(20, 4), (513, 11)])
 @pytest.mark.parametrize("tile", [16, 32])
 @pytest.mark.parametrize("tokens", [17, 70, 600])
-def test_rows_are_grouped_by_expert(tokens: int, tile: int, experts: int, top_k: int) -> None:
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "ids only"])
+def test_rows_are_grouped_by_expert(tokens: int, tile: int, experts: int, top_k: int, counted: bool) -> None:
     """Every row is in the part of its expert, in the order of tokens, and in one tile."""
     torch.manual_seed(tokens)
     choice = route(torch.randn(tokens, experts, device=DEVICE), None, rule_arguments(experts, top_k))
+    if not counted:  # as routers in plain PyTorch return it
+        choice = ExpertChoice(choice.ids.long(), choice.weights)
     grouped = group(choice, experts, tile)
     flat = choice.ids.flatten().cpu()
     order = flat.long().argsort(stable=True)

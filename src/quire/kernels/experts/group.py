@@ -7,7 +7,7 @@ Then it places its rows and writes its part of the list of tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from quire.kernels.target import target_of
 
 _COUNTS = 1 << 13  # counts that a program holds at once
 _MOST_COUNTS = 1 << 14  # that each program adds up itself
+_COUNTED_ROWS = 16  # tokens of a block whose choice comes without counts
 _ADDED_EXPERTS, _ADDED_BLOCKS = 16, 128  # counts that a program of `_add_up` holds at once
 
 
@@ -153,8 +154,21 @@ class GroupedRows:
     tile: int
 
 
+def _counted(choice: ExpertChoice, experts: int) -> ExpertChoice:
+    """Return the choice with the counts of its blocks, which routers in plain PyTorch do not make."""
+    if choice.counts is not None:
+        return choice
+    ids, tokens = choice.ids, choice.ids.shape[0]
+    counts = torch.zeros(triton.cdiv(tokens, _COUNTED_ROWS), experts, device=ids.device, dtype=torch.int32)
+    block = torch.arange(tokens, device=ids.device) // _COUNTED_ROWS
+    at = (block[:, None] * experts + ids).flatten()
+    counts.view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+    return replace(choice, ids=ids.int(), counts=counts, rows=_COUNTED_ROWS)
+
+
 def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     """Group the rows of a step by expert, in tiles of at most `tile` rows."""
+    choice = _counted(choice, experts)
     ids, counts = choice.ids, choice.counts
     assert counts is not None
     tokens, top_k = ids.shape

@@ -1,7 +1,7 @@
 """Time the kernel that runs a whole decode step, and plot what its blocks do in a layer.
 
     python benchmarks/persistent.py [--models Qwen3-0.6B ...] [--rows 1 2 4] [--contexts 384 2000]
-        [--weights bf16 fp8 fp8-block] [--plot FILE] [--out FILE]
+        [--weights bf16 fp8 fp8-block int4] [--plot FILE] [--out FILE]
 
 Weights are random. The floor is the time of the bytes that a step reads, at the bandwidth that `--bandwidth` names. The
 kernel alone is timed, without sampling; `quire bench compare` compares whole engines with it and without.
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--contexts", nargs="+", type=int, default=[384, 2000])
-    parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8", "fp8-block"], default=["bf16"])
+    parser.add_argument(
+        "--weights", nargs="+", choices=["bf16", "fp8", "fp8-block", "int4"], default=["bf16"]
+    )
     parser.add_argument("--bandwidth", type=float, default=4.29, help="TB/s")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)

@@ -7,12 +7,23 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.persistent.schedule import DecoderSizes
+from quire.kernels.matmul.packed import reorder_nibbles
+from quire.kernels.persistent.scales import scale_words
+from quire.kernels.persistent.schedule import INT4_GROUP, DecoderSizes
 from quire.quant.formats.convert import quantise_into
-from quire.quant.forms import Fp8Weight
-from quire.quant.layouts import Fp8Layout
+from quire.quant.forms import Fp8Weight, IntGroupWeight
+from quire.quant.layouts import Fp8Layout, IntGroupLayout
 
 BLOCK = 16  # tokens of a KV block
+
+
+@dataclass
+class StoredWeight:
+    """A quantised weight, and its numbers and scales as the kernel reads them."""
+
+    form: Fp8Weight | IntGroupWeight
+    numbers: torch.Tensor
+    scales: torch.Tensor
 
 
 @dataclass
@@ -39,7 +50,7 @@ class RandomDecoder:
             {
                 "qkv": self._weight(qkv_rows, s.hidden),
                 "out": self._weight(s.hidden, s.heads * dim),
-                "gate_up": self._weight(2 * s.intermediate, s.hidden),
+                "gate_up": self._weight(2 * s.intermediate, s.hidden, gated=True),
                 "down": self._weight(s.hidden, s.intermediate),
                 "input_norm": self._normal(s.hidden) * 0.1 + 1,
                 "mlp_norm": self._normal(s.hidden) * 0.1 + 1,
@@ -63,10 +74,10 @@ class RandomDecoder:
         self.pointers = torch.tensor([self._addresses(layer) for layer in self.layers]).to(device)
 
     @staticmethod
-    def _addresses(layer: dict[str, torch.Tensor | Fp8Weight]) -> list[int]:
+    def _addresses(layer: dict[str, torch.Tensor | StoredWeight]) -> list[int]:
         """Return the fields of `Layer` in parts.h."""
-        stored = [w.weight if isinstance(w, Fp8Weight) else w for w in layer.values()]
-        scales = [w.scale.data_ptr() if isinstance(w, Fp8Weight) else 0 for w in layer.values()]
+        stored = [w.numbers if isinstance(w, StoredWeight) else w for w in layer.values()]
+        scales = [w.scales.data_ptr() if isinstance(w, StoredWeight) else 0 for w in layer.values()]
         return [w.data_ptr() for w in stored] + scales[:4]
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -75,23 +86,36 @@ class RandomDecoder:
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
         return self._normal(rows, columns) * columns**-0.5
 
-    def _weight(self, rows: int, columns: int) -> torch.Tensor | Fp8Weight:
-        """Return a weight in the format of the sizes.
-
-        Scales of FP8 differ between rows or blocks, and the numbers of the first 128 rows are subnormal.
-        """
+    def _weight(self, rows: int, columns: int, gated: bool = False) -> torch.Tensor | StoredWeight:
+        """Return a weight in the format of the sizes."""
         matrix = self._matrix(rows, columns)
         if self.sizes.weights == "bf16":
             return matrix
-        by_block = self.sizes.weights == "fp8-block"
-        weight = Fp8Layout(by_block, "none").allocate((), rows, columns, self.device)
+        return self._int4(matrix, gated) if self.sizes.weights == "int4" else self._fp8(matrix)
+
+    def _fp8(self, matrix: torch.Tensor) -> StoredWeight:
+        """Return a weight whose scales differ between rows or blocks. The numbers of the first 128 rows are subnormal."""
+        weight = Fp8Layout(self.sizes.weights == "fp8-block", "none").allocate((), *matrix.shape, self.device)
         quantise_into(weight, matrix)
         factors = torch.rand(weight.scale.shape, generator=self.generator, device=self.device) + 0.5
         weight.scale.mul_(factors)
         first = weight.rows(0, 128)
         first.weight.copy_(first.weight.float() / 2**15)
         first.scale.mul_(2**15)
-        return weight
+        return StoredWeight(weight, weight.weight, weight.scale)
+
+    def _int4(self, matrix: torch.Tensor, gated: bool) -> StoredWeight:
+        """Return a weight whose zeros differ between groups, because its numbers are not centred."""
+        rows, columns = matrix.shape
+        shift = torch.randn(rows, columns // INT4_GROUP, 1, generator=self.generator, device=self.device)
+        shifted = matrix.unflatten(1, (-1, INT4_GROUP)) + shift * columns**-0.5 / 4
+        weight = IntGroupLayout(4, INT4_GROUP, torch.float16, has_zero=True).allocate(
+            (), rows, columns, self.device
+        )
+        quantise_into(weight, shifted.flatten(1))
+        assert weight.zero is not None
+        scales = scale_words(weight.scale.t(), weight.zero.t(), gated)
+        return StoredWeight(weight, reorder_nibbles(weight.packed, INT4_GROUP), scales)
 
     def inputs(self, lengths: list[int]) -> DecodeInputs:
         """Return a step of rows with `lengths` older tokens, in slots drawn at random."""
@@ -184,9 +208,9 @@ class RandomDecoder:
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if isinstance(weight, Fp8Weight):
-        y = F.linear(x.float(), weight.dequantised(), None if bias is None else bias.float())
+    if isinstance(weight, StoredWeight):
+        y = F.linear(x.float(), weight.form.dequantised(), None if bias is None else bias.float())
         return y.to(x.dtype)
     return F.linear(x, weight, bias)

@@ -46,8 +46,8 @@ def generate(config: dict[str, Any], folder: Path, **settings: Any) -> list[list
 
 @pytest.mark.parametrize(
     "config, quantization",
-    [(LLAMA, "auto"), (QWEN, "auto"), (LLAMA, "fp8"), (QWEN, "fp8-block")],
-    ids=["llama, own head", "qwen3, tied head", "fp8", "fp8 in blocks"],
+    [(LLAMA, "auto"), (QWEN, "auto"), (LLAMA, "fp8"), (QWEN, "fp8-block"), (LLAMA, "int4")],
+    ids=["llama, own head", "qwen3, tied head", "fp8", "fp8 in blocks", "int4"],
 )
 def test_steps_as_one_kernel_agree_with_layers(
     config: dict[str, Any], quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

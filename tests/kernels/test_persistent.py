@@ -25,6 +25,7 @@ BIASED = DecoderSizes(
 )  # 7 query heads per KV head; odd widths
 FP8_ROWS = DecoderSizes(128, 4, 2, 64, 176, 2, 256, 1e-6, 0.125, qkv_bias=True, weights="fp8")
 FP8_BLOCKS = DecoderSizes(512, 8, 2, 64, 1536, 2, 256, 1e-6, 0.125, qk_norm=True, weights="fp8-block")
+INT4 = DecoderSizes(512, 8, 2, 64, 768, 2, 256, 1e-6, 0.125, qkv_bias=True, weights="int4")
 TOLERANCE = 1.5e-2  # of relative errors; bf16 has 2^-9 for each rounding
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -68,6 +69,9 @@ CASES = [
     (FP8_ROWS, [37], Schedule(FP8_ROWS, 1, BLOCK, 5, warps=1, most_slots=5)),
     (FP8_ROWS, [37, 3, 0, 1], Schedule(FP8_ROWS, 4, BLOCK, 5, warps=1, most_slots=5)),
     (FP8_BLOCKS, [37, 16], Schedule(FP8_BLOCKS, 2, BLOCK, 6, warps=2, most_slots=5)),
+    (INT4, [37], Schedule(INT4, 1, BLOCK, 6, warps=1, most_slots=5)),
+    (INT4, [37, 16], Schedule(INT4, 2, BLOCK, 6, warps=2, most_slots=5)),
+    (INT4, [37, 3, 0, 1], Schedule(INT4, 4, BLOCK, 6, warps=1, most_slots=5)),
 ]
 
 
@@ -75,7 +79,18 @@ CASES = [
 @pytest.mark.parametrize(
     "sizes, lengths, schedule",
     CASES,
-    ids=["one row", "bias", "parts of inputs", "eight rows", "fp8", "fp8, four rows", "fp8 in blocks"],
+    ids=[
+        "one row",
+        "bias",
+        "parts of inputs",
+        "eight rows",
+        "fp8",
+        "fp8, four rows",
+        "fp8 in blocks",
+        "int4",
+        "int4, two rows",
+        "int4, four rows",
+    ],
 )
 def test_a_step_on_fibers_computes_what_pytorch_does(
     sizes: DecoderSizes, lengths: list[int], schedule: Schedule, tmp_path: Path
@@ -151,7 +166,9 @@ def check_others(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
-    "sizes, rows", [(BIASED, 4), (FP8_ROWS, 4), (FP8_ROWS, 8)], ids=["bf16", "fp8", "fp8, eight"]
+    "sizes, rows",
+    [(BIASED, 4), (FP8_ROWS, 4), (FP8_ROWS, 8), (INT4, 4)],
+    ids=["bf16", "fp8", "fp8, eight", "int4"],
 )
 def test_rows_that_are_not_finite_change_no_other(sizes: DecoderSizes, rows: int, tmp_path: Path) -> None:
     decoder = RandomDecoder(sizes, slots=8, context=128, device=torch.device("cpu"))
@@ -193,7 +210,7 @@ def test_a_compiled_kernel_is_read_from_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8-block"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8-block", "int4"])
 @pytest.mark.parametrize(
     "lengths", [[640], [0], [700, 33], [64, 1, 130, 17], [640, 1000, 2, 300, 15, 16, 17, 900]]
 )
@@ -217,7 +234,7 @@ def test_a_step_on_a_gpu_computes_what_pytorch_does(lengths: list[int], weights:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8-block"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8-block", "int4"])
 def test_rows_that_are_not_finite_change_no_other_on_a_gpu(weights: WeightFormat) -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability(device)[0] != 9:

@@ -84,14 +84,15 @@ def load_model(
                 experts,
                 parts=parts,
             )
-            return with_persistent_steps(config, build_model(spec, env), device), checkpoint
+            return with_persistent_steps(config, build_model(spec, env), env), checkpoint
     except BaseException:
         checkpoint.close()
         raise
 
 
-def with_persistent_steps(config: EngineConfig, model: Model, device: torch.device) -> Model:
+def with_persistent_steps(config: EngineConfig, model: Model, env: Env) -> Model:
     """Return the model with decode steps of few rows as one kernel, if `config` wants it and the model suits it."""
+    device = env.device
     if not config.persistent_kernel or device.type != "cuda":
         return model
     # Imported here: an installation for CPUs has no Triton, which the products of a GPU need.
@@ -102,4 +103,4 @@ def with_persistent_steps(config: EngineConfig, model: Model, device: torch.devi
     if reason or not isinstance(model, DecoderModel):
         log.debug("no persistent kernel: %s", reason)
         return model
-    return PersistentDecoder(model, config.block_size, device)
+    return PersistentDecoder(model, config.block_size, device, env.weights.when_loaded)

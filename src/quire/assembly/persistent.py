@@ -7,14 +7,15 @@ the worker it is one more model, so it is captured, sampled from and observed li
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from quire.attention.base import ForwardBatch, KVLayer
 from quire.kernels.persistent.launch import DecodeStep, Mailbox, compile_ahead
-from quire.kernels.persistent.schedule import DecoderSizes, Schedule, WeightFormat, takes
+from quire.kernels.persistent.scales import scale_words
+from quire.kernels.persistent.schedule import INT4_GROUP, TILE, DecoderSizes, Schedule, WeightFormat, takes
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -32,6 +33,7 @@ log = logging.getLogger("quire")
 _ROWS = (1, 2, 4)  # of a step; a kernel is compiled for each
 _MOST_BYTES = 16 << 30  # of weights that a step reads
 _MOST_CONTEXT = 4096  # tokens of all rows together
+_GATE_UP = 2  # of `Kind` in parts.h
 
 
 class PersistentDecoder:
@@ -41,13 +43,24 @@ class PersistentDecoder:
         model: the decoder, which `unsuited` takes.
         block_size: of the KV cache, in tokens.
         device: a Hopper GPU.
+        when_loaded: of the model's weights.
     """
 
-    def __init__(self, model: DecoderModel, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        block_size: int,
+        device: torch.device,
+        when_loaded: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.layer_by_layer, self.spec = model, model.spec
         self._block_size, self._device = block_size, device
         self._sizes = decoder_sizes(model)
         self._layers = list(model.layers)  # all, whichever the model runs now
+        self._scales = [
+            [_kernel_scales(linear.multiply) for linear in _linears(each)] for each in self._layers
+        ]
+        when_loaded(self._fill_scales)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         schedules = [Schedule(self._sizes, rows, block_size, blocks) for rows in _ROWS]
         schedules = [schedule for schedule in schedules if schedule.fits]
@@ -78,12 +91,13 @@ class PersistentDecoder:
         sizes, model = self._sizes, self.layer_by_layer
         hidden = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16, device=self._device)
         logits = torch.empty(rows, sizes.vocab, dtype=torch.bfloat16, device=self._device)
+        head = _numbers(_head_product(model)) if sizes.vocab else logits
         self._step(rows)(
-            pointers, model.embed.table, model.norm.weight, _numbers(_head_product(model)), batch.input_ids,
+            pointers, model.embed.table, model.norm.weight, head, batch.input_ids,
             batch.positions, batch.kv_slots, batch.slots, batch.block_table, model.ropes[0].table, hidden, logits,
             batch.block_table.stride(0), batch.kv[0][0].stride(0),
         )  # fmt: skip
-        self._logits = hidden, logits
+        self._logits = (hidden, logits) if sizes.vocab else None
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,6 +118,16 @@ class PersistentDecoder:
             and batch.block_size == self._block_size
         )
 
+    def _fill_scales(self) -> None:
+        """Put the scales of INT4 weights into the kernel's order, once the checkpoint is there."""
+        for layer, scales in zip(self._layers, self._scales, strict=True):
+            for kind, (linear, words) in enumerate(zip(_linears(layer), scales, strict=True)):
+                product = linear.multiply
+                if words is not None and _product_format(product) == "int4":
+                    assert isinstance(product, PackedCodesMatmul)
+                    weight = product.weight
+                    words.copy_(scale_words(weight.scale, weight.zero, gated=kind == _GATE_UP))
+
     def _step(self, rows: int) -> DecodeStep:
         step = self._steps.get(rows)
         if step is None:
@@ -116,7 +140,7 @@ class PersistentDecoder:
         key = tuple(tensors[0].data_ptr() for tensors in batch.kv)
         found = self._pointers.get(key)
         if found is None and not torch.cuda.is_current_stream_capturing():
-            rows = [_addresses(layer, batch.kv[i]) for i, layer in enumerate(self._layers)]
+            rows = [_addresses(layer, batch.kv[i], self._scales[i]) for i, layer in enumerate(self._layers)]
             found = self._pointers[key] = torch.tensor(rows, dtype=torch.int64).to(self._device)
         return found
 
@@ -128,13 +152,13 @@ def unsuited(model: object, device: torch.device) -> str:
     if type(model) is not DecoderModel or not all(_is_plain(layer) for layer in model.layers):
         return "it runs dense decoders of the Llama and Qwen families only"
     if _weight_format(model) is None:
-        return "weights of layers must be bf16, or all in one format of FP8"
+        return "weights of layers must all be bf16, in one format of FP8, or INT4 with groups of 128"
     if unusual := _unusual(model.spec):
         return f"the model has {unusual}"
     if model.stage.count > 1 or model.head.parallel.size > 1:
         return "it runs on one GPU"
-    if model.embed.table.dtype != torch.bfloat16 or not isinstance(_head_product(model), FewRowsMatmul):
-        return "embedding and head must be bf16"
+    if model.embed.table.dtype != torch.bfloat16:
+        return "the embedding must be bf16"
     sizes = decoder_sizes(model)
     if (read := step_bytes(sizes)) > _MOST_BYTES:
         return f"its {read / 1e9:.1f} GB of weights exceed {_MOST_BYTES / 1e9:.1f} GB"
@@ -151,9 +175,10 @@ def decoder_sizes(model: DecoderModel) -> DecoderSizes:
     """Return the sizes of a decoder whose weights the kernel reads."""
     spec, weights = model.spec, _weight_format(model)
     assert weights is not None
+    vocab = spec.vocab_size if isinstance(_head_product(model), FewRowsMatmul) else 0  # a kernel of its own
     return DecoderSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.num_layers,
-        spec.vocab_size, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,
+        vocab, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,
         weights,
     )  # fmt: skip
 
@@ -211,24 +236,35 @@ def _weight_format(model: DecoderModel) -> WeightFormat | None:
 def _product_format(product: object) -> WeightFormat | None:
     if isinstance(product, FewRowsMatmul) and product.weight.dtype == torch.bfloat16:
         return "bf16"
-    if isinstance(product, PackedCodesMatmul) and isinstance(product.form, Fp8Weight):
-        return "fp8-block" if product.form.by_block else "fp8"
-    return None
+    if not isinstance(product, PackedCodesMatmul):
+        return None
+    weight, form = product.weight, product.form
+    if isinstance(form, Fp8Weight):
+        return "fp8-block" if form.by_block else "fp8"
+    grouped = (weight.group, weight.half) == (INT4_GROUP, INT4_GROUP) and weight.offset is None
+    return "int4" if weight.format == "int4" and grouped else None
 
 
 def _numbers(product: object) -> torch.Tensor:
     if isinstance(product, PackedCodesMatmul):
-        return product.numbers
+        return product.weight.codes
     assert isinstance(product, FewRowsMatmul)
     return product.weight
 
 
-def _scales(product: object) -> torch.Tensor | None:
-    form = product.form if isinstance(product, PackedCodesMatmul) else None
-    return form.scale if isinstance(form, Fp8Weight) else None
+def _kernel_scales(product: object) -> torch.Tensor | None:
+    """Return the scales that the kernel reads, or memory for them; None for bf16."""
+    if not isinstance(product, PackedCodesMatmul):
+        return None
+    if isinstance(product.form, Fp8Weight):
+        return product.form.scale
+    groups, outputs = product.weight.scale.shape
+    return torch.empty(outputs // TILE, groups, TILE, dtype=torch.int32, device=product.weight.codes.device)
 
 
-def _addresses(layer: DecoderLayer, kv: tuple[torch.Tensor, ...]) -> list[int]:
+def _addresses(
+    layer: DecoderLayer, kv: tuple[torch.Tensor, ...], scales: list[torch.Tensor | None]
+) -> list[int]:
     """Return the fields of `Layer` in parts.h."""
     products = [linear.multiply for linear in _linears(layer)]
     attention, bias = layer.attn, getattr(products[0], "bias", None)
@@ -242,6 +278,6 @@ def _addresses(layer: DecoderLayer, kv: tuple[torch.Tensor, ...]) -> list[int]:
         None if norms is None else norms.weight,
         bias,
         *kv,
-        *map(_scales, products),
+        *scales,
     ]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -12,11 +12,18 @@
 // A lane reads 16 bytes of a weight's row: 8 columns of bf16, or 16 of FP8, which are two such pieces. One instruction
 // makes two numbers of FP8 fp16, so inputs of such weights are fp16, too: a warp multiplies its part of each row by the
 // power of two that brings the row's largest number below 2^15.
+//
+// Codes of INT4 need no conversion: the bits of a code are those of the fp16 number code * 2^-24, which is subnormal, and
+// in the upper half of a byte those of code * 2^-20. The zero of a group is subtracted from its sum, times the sum of the
+// group's inputs.
 
 constexpr int FRAGMENT_ROWS = at_most(ROWS, 4);
 constexpr int FRAGMENTS = ROWS / FRAGMENT_ROWS;  // for the same columns
 constexpr int PARTS = 4 / FRAGMENT_ROWS;         // pieces in a fragment
 constexpr int MOST_FRAGMENTS = MOST_COLUMNS * ROWS / (128 * WARPS);  // of a warp's part of an input
+constexpr int GROUP_COLUMNS = 128, GROUP_STEPS = 4;  // of a group of INT4 with a scale, and its fragments for a row's part
+constexpr float CODE_UNIT = 1.0f / (1 << 24);
+constexpr u32 ZERO_MASK = 31;                    // of a word with a scale in fp32, whose lowest bits are the zero
 constexpr int POLLED = 8;                        // fragments that are polled together
 static_assert(ROWS == FRAGMENTS * FRAGMENT_ROWS && 4 == PARTS * FRAGMENT_ROWS, "1, 2, 4 or 8 rows");
 static_assert(PIECES % PARTS == 0, "a fragment serves one chunk");
@@ -39,11 +46,11 @@ DEVICE float row_sum(float x) {
     return x;
 }
 
-// Return 1 if a lane has two pieces of the 16 bytes that it reads at once, else 0.
-DEVICE int has_two_pieces(const Product& product) { return FORMAT == BF16 ? 0 : 2 - product.bytes; }
+// Return the binary logarithm of how many pieces a lane reads at once.
+DEVICE int pieces_log(const Product& product) { return FORMAT == BF16 || product.bits == 16 ? 0 : FORMAT == INT4 ? 2 : 1; }
 
 // Return how many fragments a warp has of the inputs of a slot.
-DEVICE int slot_fragments(const Product& product) { return PIECES / PARTS * FRAGMENTS << has_two_pieces(product); }
+DEVICE int slot_fragments(const Product& product) { return PIECES / PARTS * FRAGMENTS << pieces_log(product); }
 
 // Events: 0 to 7 in attention.h, 16 + 8 * kind + 0 to 5 here.
 #if TRACE
@@ -75,11 +82,13 @@ DEVICE int row_most(int x) {
     return x;
 }
 
-// Turn a warp's inputs from bf16 into fp16. A row that is not finite leaves the others as they are. This lane has seen no
-// numbers beyond `most`. Sums are multiplied by `undo`, in the order in which lanes hold them (`write_tile`).
+// Turn a warp's inputs from bf16 into fp16, and add up those of groups with a scale. A row that is not finite leaves the
+// others as they are. This lane has seen no numbers beyond `most`. Sums are multiplied by `undo`, in the order in which
+// lanes hold them (`write_tile`).
 DEVICE void scale_inputs(
-    Pair* inputs, int count, const Consumer& self, const int (&most)[FRAGMENTS], float (&undo)[FRAGMENTS]) {
-    constexpr int BIAS = 127;
+    Pair* inputs, float* group_sums, int count, const Consumer& self, const int (&most)[FRAGMENTS],
+    float (&undo)[FRAGMENTS]) {
+    constexpr int BIAS = 127, STEPS = FORMAT == INT4 ? GROUP_STEPS : 1;
     float factor[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
@@ -87,26 +96,51 @@ DEVICE void scale_inputs(
         const int power = at_most(14 - exponent, BIAS);  // of two
         factor[f] = as_float((u32)(power + BIAS) << 23);
         undo[f] = shuffle_from(as_float((u32)(BIAS - power) << 23), self.quarter % FRAGMENT_ROWS * 8);
+        if (FORMAT == INT4) undo[f] *= 1 / CODE_UNIT;
     }
 #pragma unroll 2
-    for (int first = 0; first < count; first += FRAGMENTS)
+    for (int first = 0; first < count; first += FRAGMENTS * STEPS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
-            Pair* at = inputs + (first + f) * 32 + self.lane;
-            *at = Pair{to_half(at->x, factor[f]), to_half(at->y, factor[f])};
+            float sum = 0;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                Pair* at = inputs + (first + step * FRAGMENTS + f) * 32 + self.lane;
+                const Pair x = *at;
+                *at = Pair{to_half(x.x, factor[f]), to_half(x.y, factor[f])};
+                if (FORMAT == INT4) sum += (low_half(x.x) + high_half(x.x)) + (low_half(x.y) + high_half(x.y));
+            }
+            if (FORMAT == INT4) {
+                sum *= factor[f] * CODE_UNIT;
+                for (int mask = 1; mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
+                if (self.lane % 8 == 0) group_sums[(first / STEPS + f) * 4 + self.lane / 8] = sum;
+            }
         }
+    if (FORMAT == INT4) sync_warp();
+}
+
+// Return the first of the four columns of an input that this lane loads of a fragment.
+DEVICE int input_column(const Consumer& self, int fragment, int log) {
+    const int chunk = fragment / (PIECES / PARTS) >> log, within = fragment - (chunk * (PIECES / PARTS) << log);
+    const int before = (chunk * WARPS + self.warp) * PIECES << log;  // pieces
+    if (log == 2) {
+        const int group = before / 4 + within / GROUP_STEPS * PARTS + self.part, step = within % GROUP_STEPS;
+        return group * GROUP_COLUMNS + step / 2 * 64 + self.quarter * 16 + step % 2 * 8 + self.half * 4;
+    }
+    const int piece = within * PARTS + self.part, second = piece & log;
+    return (before + piece - second) * 32 + (self.quarter << log) * 8 + second * 8 + self.half * 4;
 }
 
 // Load this warp's columns of the input into shared memory, as fragments, the sums of their squares, and by what products
 // must be multiplied.
 DEVICE void load_inputs(
     const Step& step, const Consumer& self, const Product& product, u32 tag, const u16* gains, Pair* inputs,
-    float (&squares)[FRAGMENTS], float (&undo)[FRAGMENTS]) {
+    float* group_sums, float (&squares)[FRAGMENTS], float (&undo)[FRAGMENTS]) {
     constexpr int N = at_most(POLLED, MOST_FRAGMENTS);
     static_assert(N % FRAGMENTS == 0, "fragment i of each turn has the same rows");
     const u64* mail = step.mail + own_copy(self.block) + product.input;
     const int count = product.chunks * slot_fragments(product);
-    const int shift = has_two_pieces(product);
+    const int log = pieces_log(product);
     int most[FRAGMENTS] = {};
 #pragma unroll 1
     for (int first = 0; first < count; first += N) {
@@ -115,11 +149,7 @@ DEVICE void load_inputs(
         const u64* from[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const int fragment = (first + i) / FRAGMENTS, chunk = fragment / (PIECES / PARTS) >> shift;
-            const int piece = (fragment - (chunk * (PIECES / PARTS) << shift)) * PARTS + self.part;
-            const int second = piece & shift, before = (chunk * WARPS + self.warp) * PIECES << shift;
-            const int column =
-                (before + piece - second) * 32 + (self.quarter << shift) * 8 + second * 8 + self.half * 4;
+            const int column = input_column(self, (first + i) / FRAGMENTS, log);
             const int row = self.row + (first + i) % FRAGMENTS * FRAGMENT_ROWS;
             const bool exists = first + i < count && column < product.columns;
             from[i] = exists ? mail + (row * product.columns + column) / 2 : nullptr;
@@ -135,14 +165,15 @@ DEVICE void load_inputs(
                 float& sum = squares[i % FRAGMENTS];
                 x = Pair{times(x.x, gain[i].x, sum), times(x.y, gain[i].y, sum)};
             }
-            if (shift) most[i % FRAGMENTS] = larger_bits(larger_bits(most[i % FRAGMENTS], x.x), x.y);
+            if (log) most[i % FRAGMENTS] = larger_bits(larger_bits(most[i % FRAGMENTS], x.x), x.y);
+            if (FORMAT == INT4 && log) x = Pair{x.x & 0xffff | x.y << 16, x.x >> 16 | x.y & 0xffff0000u};
             // This lane has the first or second half of 8 columns, and needs those that lie as `a` has them.
             const u32 other = exchange_word(self.half ? x.x : x.y, 4);
             if (first + i < count) inputs[(first + i) * 32 + self.lane] = self.half ? Pair{other, x.y} : Pair{x.x, other};
         }
     }
     sync_warp();
-    if (shift) scale_inputs(inputs, count, self, most, undo);
+    if (log) scale_inputs(inputs, group_sums, count, self, most, undo);
 }
 
 DEVICE float silu(float x) { return divide(x, 1.0f + exp2_fast(-1.4426950408889634f * x)); }
@@ -235,6 +266,53 @@ DEVICE void multiply_slot(
     self.place.advance();
 }
 
+// Multiply a chunk of the input with the next slot of the ring, of INT4. Of 128 bytes of a row, the lower halves are the
+// codes of a group of columns, and the upper halves those of the next group.
+DEVICE void multiply_codes(
+    Products& products, const Pair* inputs, const float* group_sums, const Block& block, Consumer& self) {
+    const char* slot = block.ring + self.place.slot * SLOT_BYTES;
+    const char* own = slot + self.lane / 4 * ROW_BYTES + (self.warp * PIECES * 4 + self.quarter) * 16;
+    const int part = self.quarter / FRAGMENT_ROWS;  // of the sums that count, which this lane holds
+    const u32* scales = (const u32*)(slot + SCALES_AT) + (self.warp * PIECES + part) * TILE + self.lane / 4;
+    while (!barrier_passed(&block.full[self.place.slot], self.place.parity)) {}
+    Vec4 weights[PIECES];
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) weights[p] = *(const Vec4*)(own + 64 * p);
+#pragma unroll
+    for (int first = 0; first < PIECES; first += PARTS) {  // groups whose sums are in one fragment
+        const u32 scale = scales[first * TILE];
+        Products sums = {};
+#pragma unroll
+        for (int step = 0; step < GROUP_STEPS; step++)
+#pragma unroll
+            for (int i = 0; i < PARTS; i++) {
+                const int group = first + i;
+                const Vec4& read = weights[group / 2 * 2 + step / 2];
+                const u32 a = step % 2 ? read.z : read.x, b = step % 2 ? read.w : read.y;
+                const u32 mask = group % 2 ? 0x00f000f0u : 0x000f000fu;
+                const Vec4 codes = {a & mask, a >> 8 & mask, b & mask, b >> 8 & mask};
+#pragma unroll
+                for (int f = 0; f < FRAGMENTS; f++) {
+                    const Pair x = inputs[((first / PARTS * GROUP_STEPS + step) * FRAGMENTS + f) * 32];
+                    multiply_add<true>(sums[f][i], codes, x.x, x.y);
+                }
+            }
+        const float unit = (first + part) % 2 ? 0.0625f : 1.0f, zero = (float)(scale & ZERO_MASK);
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < PARTS; i++) sum = i == part ? sums[f][i][0] + sums[f][i][3] : sum;
+            sum = sum * unit - zero * group_sums[(first / PARTS * FRAGMENTS + f) * 4 + self.quarter];
+#pragma unroll
+            for (int i = 0; i < PARTS; i++) products[f][i][0] += as_float(scale & ~ZERO_MASK) * sum;
+        }
+    }
+    sync_warp();
+    if (self.lane == 0) barrier_arrive(&block.empty[self.place.slot]);
+    self.place.advance();
+}
+
 // Write a warp's sums of a tile: lane i has those of its row i / 4 with row and part i % 4 of the input.
 DEVICE void write_tile(
     const Products& products, const float (&undo)[FRAGMENTS], float* to, const Consumer& self) {
@@ -295,13 +373,14 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
     TRACE_AT(16 + kind * 8);
     if (count == 0) return;
     Pair* inputs = block.inputs + self.warp * (MOST_FRAGMENTS * 32);
+    float* group_sums = block.group_sums + self.warp * MOST_FRAGMENTS;
     float squares[FRAGMENTS] = {}, scales[RESULTS_EACH], undo[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) undo[f] = 1;
     load_scales(scales, block, self, kind, product, layer, 0, count);
     float block_scale = load_block_scale(block, self, kind, product, layer, 0);
-    load_inputs(
-        step, self, product, kind == QKV || kind == HEAD ? self.tag - 1 : self.tag, gains, inputs, squares, undo);
+    const u32 tag = kind == QKV || kind == HEAD ? self.tag - 1 : self.tag;
+    load_inputs(step, self, product, tag, gains, inputs, group_sums, squares, undo);
     TRACE_AT(17 + kind * 8);
 #pragma unroll 1
     for (int group = 0; group < count; group += GROUP) {
@@ -316,6 +395,8 @@ DEVICE void multiply(const Step& step, const Block& block, Consumer& self, Kind 
                 const Pair* part = inputs + chunk * slot_fragments(product) * 32 + self.lane;
                 if (FORMAT == BF16 || kind == HEAD)
                     multiply_slot<2>(products, part, block, self, chunk, block_scale);
+                else if (FORMAT == INT4)
+                    multiply_codes(products, part, group_sums + chunk * PIECES / PARTS * FRAGMENTS * 4, block, self);
                 else
                     multiply_slot<1>(products, part, block, self, chunk, block_scale);
             }

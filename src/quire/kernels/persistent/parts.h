@@ -5,7 +5,7 @@
 // GROUP (tiles that are summed over warps together), COPIES, SPLITS, SHARED.
 
 enum Kind { QKV, OUT, GATE_UP, DOWN, HEAD };
-enum Format { BF16, FP8_ROWS, FP8_BLOCKS };  // of the layers' weights, by what a scale belongs to; the head has bf16
+enum Format { BF16, FP8_ROWS, FP8_BLOCKS, INT4 };  // of the layers' weights, FP8 by what a scale belongs to; the head has bf16
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
@@ -16,7 +16,8 @@ constexpr int ATTENDED = HEADS * DIM;
 constexpr int TILE = 8;                           // rows of a weight that are multiplied together
 constexpr int CHUNK_BYTES = WARPS * PIECES * 64;  // of a row of a tile in one slot of the ring
 constexpr int ROW_BYTES = CHUNK_BYTES + 64;       // 64 bytes apart, neighbouring rows use different banks
-constexpr int SLOT_BYTES = TILE * ROW_BYTES;
+constexpr int SCALES_AT = TILE * ROW_BYTES;       // of INT4, behind the rows of a slot
+constexpr int SLOT_BYTES = SCALES_AT + (FORMAT == INT4 ? TILE * CHUNK_BYTES / 16 : 0);
 constexpr int SCALE_BLOCK = 128;                  // rows and columns of a block with one scale
 constexpr int SUMS = GROUP * at_least(ROWS, 4) * TILE;  // sums of a warp in a group of tiles
 
@@ -26,7 +27,7 @@ struct Layer {
     const u16* head_norms;                  // [HEADS + KV_HEADS, DIM]
     const u16* bias;                        // [QKV_ROWS]
     u16 *keys, *values;                     // [block, KV_HEADS, BLOCK_SIZE, DIM]
-    const float* scales[4];                 // of weights in FP8: [rows], or [rows / 128, columns / 128] of blocks
+    const float* scales[4];                 // of FP8: [rows], or [rows / 128, columns / 128] of blocks; of INT4: scales.py
 };
 
 struct Step {
@@ -69,34 +70,35 @@ constexpr int MAIL_WORDS = PARTIAL_BOX + TASKS * PARTIAL;
 // answer all blocks one after the other: blocks share the work of reading COPIES of them.
 DEVICE int own_copy(int block) { return block % COPIES * MAIL_WORDS; }
 
-constexpr int BYTES = FORMAT == BF16 ? 2 : 1;  // of a number of a layer's weight
+constexpr int BITS = FORMAT == BF16 ? 16 : FORMAT == INT4 ? 4 : 8;  // of a number of a layer's weight
 
 struct Product {
-    int columns, bytes, chunks, tiles;
+    int columns, bits, chunks, tiles;
     int apart, step;           // tiles between the first ones of two blocks, and between two of a block
     int input, output, width;  // mailboxes, columns of the results
     bool normed;               // whether the input passes an RMS norm
     float part;                // of a column in the mean of a row
 };
 
-constexpr int chunks(int columns, int bytes) { return ceil_div(columns * bytes, CHUNK_BYTES); }
+constexpr int row_bytes(int columns, int bits) { return columns * bits / 8; }
+constexpr int chunks(int columns, int bits) { return ceil_div(row_bytes(columns, bits), CHUNK_BYTES); }
 constexpr int share(int tiles) { return ceil_div(tiles, BLOCKS); }
 
 CONSTANT Product PRODUCTS[5] = {
-    {HIDDEN, BYTES, chunks(HIDDEN, BYTES), QKV_ROWS / TILE, share(QKV_ROWS / TILE), 1,
+    {HIDDEN, BITS, chunks(HIDDEN, BITS), QKV_ROWS / TILE, share(QKV_ROWS / TILE), 1,
      STREAM_BOX, QKV_BOX, QKV_ROWS, true, 1.0f / HIDDEN},
-    {ATTENDED, BYTES, chunks(ATTENDED, BYTES), HIDDEN / TILE, share(HIDDEN / TILE), 1,
+    {ATTENDED, BITS, chunks(ATTENDED, BITS), HIDDEN / TILE, share(HIDDEN / TILE), 1,
      ATTENDED_BOX, MIDDLE_BOX, HIDDEN, false, 1.0f / ATTENDED},
-    {HIDDEN, BYTES, chunks(HIDDEN, BYTES), 2 * INTER / TILE, share(2 * INTER / TILE), 1,
+    {HIDDEN, BITS, chunks(HIDDEN, BITS), 2 * INTER / TILE, share(2 * INTER / TILE), 1,
      MIDDLE_BOX, GATED_BOX, INTER, true, 1.0f / HIDDEN},
-    {INTER, BYTES, chunks(INTER, BYTES), HIDDEN / TILE, share(HIDDEN / TILE), 1,
+    {INTER, BITS, chunks(INTER, BITS), HIDDEN / TILE, share(HIDDEN / TILE), 1,
      GATED_BOX, STREAM_BOX, HIDDEN, false, 1.0f / INTER},
-    {HIDDEN, 2, chunks(HIDDEN, 2), VOCAB / TILE, 1, BLOCKS, STREAM_BOX, 0, VOCAB, true, 1.0f / HIDDEN},
+    {HIDDEN, 16, chunks(HIDDEN, 16), VOCAB / TILE, 1, BLOCKS, STREAM_BOX, 0, VOCAB, true, 1.0f / HIDDEN},
 };
 // Columns of an input, rounded up to whole slots.
-constexpr int padded(int columns, int bytes) { return chunks(columns, bytes) * CHUNK_BYTES / bytes; }
+constexpr int padded(int columns, int bits) { return chunks(columns, bits) * CHUNK_BYTES * 8 / bits; }
 constexpr int MOST_COLUMNS = at_least(
-    at_least(padded(HIDDEN, BYTES), padded(HIDDEN, 2)), at_least(padded(ATTENDED, BYTES), padded(INTER, BYTES)));
+    at_least(padded(HIDDEN, BITS), padded(HIDDEN, 16)), at_least(padded(ATTENDED, BITS), padded(INTER, BITS)));
 
 DEVICE float low_half(u32 word) { return as_float(word << 16); }
 DEVICE float high_half(u32 word) { return as_float(word & 0xffff0000u); }
@@ -163,6 +165,7 @@ struct Block {
     char* ring;        // SLOTS slots of weight tiles
     u64 *full, *empty; // [SLOTS]
     Pair* inputs;      // [WARPS, fragments, 32]: of products
+    float* group_sums; // [WARPS, fragments]: sums of the inputs of groups with a scale, for INT4
     u16* heads;        // [QUERIES + 2, DIM]: queries, new key, new value of an attention task
     float* attended;   // [WARPS, QUERIES, DIM]: of the warps of an attention task
     float* stats;      // [WARPS, QUERIES, 2]: top score, sum of exponentials
@@ -177,7 +180,8 @@ constexpr int OWN_TILES = ceil_div(HIDDEN / TILE, BLOCKS);
 constexpr int FULL_AT = SLOTS * SLOT_BYTES;
 constexpr int INPUTS_AT = FULL_AT + ceil_div(2 * SLOTS * 8, 128) * 128;
 constexpr int INPUT_BYTES = MOST_COLUMNS * ROWS * 2;
-constexpr int HEADS_AT = INPUTS_AT + INPUT_BYTES;
+constexpr int GROUP_SUMS_AT = INPUTS_AT + INPUT_BYTES;
+constexpr int HEADS_AT = GROUP_SUMS_AT + (FORMAT == INT4 ? INPUT_BYTES / 64 : 0);
 constexpr int ATTENDED_AT = HEADS_AT + (QUERIES + 2) * DIM * 2;
 constexpr int STATS_AT = ATTENDED_AT + WARPS * QUERIES * DIM * 4;
 constexpr int SUMS_AT = ATTENDED_AT;
@@ -196,6 +200,7 @@ DEVICE Block shared_parts() {
     block.full = (u64*)(base + FULL_AT);
     block.empty = block.full + SLOTS;
     block.inputs = (Pair*)(base + INPUTS_AT);
+    block.group_sums = (float*)(base + GROUP_SUMS_AT);
     block.heads = (u16*)(base + HEADS_AT);
     block.attended = (float*)(base + ATTENDED_AT);
     block.stats = (float*)(base + STATS_AT);

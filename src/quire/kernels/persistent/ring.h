@@ -30,26 +30,32 @@ DEVICE int tile_row(Kind kind, int tile, int lane) {
 }
 
 // Send this block's tiles of a weight through the ring, in the order in which `multiply` takes them. Each of TILE lanes
-// copies a row, one after the other. `time` is when the slot before was filled.
+// copies a row, one after the other. `time` is when the slot before was filled. Scales of INT4 come with the rows: those
+// of a tile are together, a word for each group of columns and row.
 DEVICE void produce(
-    Kind kind, const char* weight, const Block& block, Place& place, u32& time, int number, int lane, u64 policy) {
+    Kind kind, const char* weight, const char* scales, const Block& block, Place& place, u32& time, int number, int lane,
+    u64 policy) {
     const Product product = PRODUCTS[kind];
-    const int row_bytes = product.columns * product.bytes, count = own_tiles(product, number);
+    const int length = row_bytes(product.columns, product.bits), count = own_tiles(product, number);
+    const bool has_scales = FORMAT == INT4 && kind != HEAD;
 #pragma unroll 1
     for (int own = 0; own < count; own++) {
-        const char* row = weight + (i64)tile_row(kind, tile_of(product, number, own), lane % TILE) * row_bytes;
+        const int tile = tile_of(product, number, own);
+        const char* row = weight + (i64)tile_row(kind, tile, lane % TILE) * length;
 #pragma unroll 1
-        for (int at = 0; at < row_bytes; at += CHUNK_BYTES) {
-            const u32 bytes = at_most(CHUNK_BYTES, row_bytes - at);
+        for (int at = 0; at < length; at += CHUNK_BYTES) {
+            const u32 bytes = at_most(CHUNK_BYTES, length - at), scale_bytes = has_scales ? TILE * bytes / 16 : 0;
             u64* full = &block.full[place.slot];
             barrier_wait(&block.empty[place.slot], place.parity ^ 1, 1);
             while (clock_cycles() - time < PACE) {}
             time = clock_cycles();
-            if (lane == 0) barrier_expect(full, TILE * bytes);
+            if (lane == 0) barrier_expect(full, TILE * bytes + scale_bytes);
             sync_warp();
-            if (lane < TILE)
+            char* slot = block.ring + place.slot * SLOT_BYTES;
+            if (lane < TILE) copy_in_background(slot + lane * ROW_BYTES, row + at, bytes, full, policy);
+            if (has_scales && lane == TILE)
                 copy_in_background(
-                    block.ring + place.slot * SLOT_BYTES + lane * ROW_BYTES, row + at, bytes, full, policy);
+                    slot + SCALES_AT, scales + ((i64)tile * length + at) * TILE / 16, scale_bytes, full, policy);
             place.advance();
         }
     }

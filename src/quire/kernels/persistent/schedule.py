@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-WeightFormat = Literal["bf16", "fp8", "fp8-block"]
-_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "fp8-block")  # as `Format` in parts.h
+WeightFormat = Literal["bf16", "fp8", "fp8-block", "int4"]
+_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "fp8-block", "int4")  # as `Format` in parts.h
+_BITS = {"bf16": 16, "fp8": 8, "fp8-block": 8, "int4": 4}
 
-_TILE = 8  # rows of a weight that are multiplied together
+INT4_GROUP = 128  # columns with one scale
+TILE = 8  # rows of a weight that are multiplied together
 _LARGEST_SPLIT = 16
 _MOST_SLOTS, _LEAST_SLOTS = 64, 4
 _MOST_BLOCK_COLUMNS = 16384  # whose scales of blocks a warp's lanes hold
@@ -40,9 +42,9 @@ class DecoderSizes:
     weights: WeightFormat = "bf16"
 
     @property
-    def number_bytes(self) -> int:
-        """Return the bytes of a number of a layer's weight."""
-        return 2 if self.weights == "bf16" else 1
+    def bits(self) -> int:
+        """Return the bits of a number of a layer's weight."""
+        return _BITS[self.weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ class Schedule:
         """Return the bytes of a row in a slot."""
         return self.warps * self.pieces * 64
 
-    def _padded(self, columns: int, number_bytes: int) -> int:
+    def _padded(self, columns: int, bits: int) -> int:
         """Return columns rounded up to whole slots."""
-        chunk = self.chunk_bytes // number_bytes
+        chunk = self.chunk_bytes * 8 // bits
         return -(-columns // chunk) * chunk
 
     @property
@@ -130,7 +132,8 @@ class Schedule:
 
     @property
     def slot_bytes(self) -> int:
-        return _TILE * (self.chunk_bytes + 64)
+        scales = self.chunk_bytes // 16 if self.sizes.weights == "int4" else 0
+        return TILE * (self.chunk_bytes + 64 + scales)
 
     @property
     def _other_bytes(self) -> int:
@@ -138,10 +141,11 @@ class Schedule:
         s = self.sizes
         heads = (self.queries + 2) * s.head_dim * 2
         attended = self.warps * self.queries * (s.head_dim + 2) * 4
-        sums = 2 * self.warps * (max(self.rows, 4) * self.group * _TILE + self.rows) * 4
-        stream = -(-s.hidden // _TILE // self.blocks) * self.rows * _TILE * 4
-        columns = max(self._padded(self.widest, s.number_bytes), self._padded(s.hidden, 2))
+        sums = 2 * self.warps * (max(self.rows, 4) * self.group * TILE + self.rows) * 4
+        stream = -(-s.hidden // TILE // self.blocks) * self.rows * TILE * 4
+        columns = max(self._padded(self.widest, s.bits), self._padded(s.hidden, 16))
         inputs = columns * self.rows * 2
+        inputs += inputs // 64 if s.weights == "int4" else 0  # sums of groups
         return 1024 + inputs + heads + max(attended, sums) + stream + 112 * s.layers + 160
 
     @cached_property
@@ -182,8 +186,9 @@ class Schedule:
         s = self.sizes
 
         def product(name: str, rows: int, columns: int, waits_for: str, sends_to: str) -> StageTasks:
-            number_bytes = 2 if name == "head" else s.number_bytes
-            return StageTasks(name, rows // _TILE, waits_for, sends_to, rows * columns * number_bytes)
+            bits = 16 if name == "head" else s.bits
+            scales = rows * columns // INT4_GROUP * 4 if bits == 4 else 0
+            return StageTasks(name, rows // TILE, waits_for, sends_to, rows * columns * bits // 8 + scales)
 
         attended = s.heads * s.head_dim
         return [
@@ -200,13 +205,13 @@ def takes(sizes: DecoderSizes) -> str:
     """Return why the kernel does not take these sizes; empty if it does."""
     if sizes.head_dim not in (64, 128):
         return f"heads have {sizes.head_dim} dimensions, not 64 or 128"
-    # Copies have multiples of 16 bytes, and a slot has whole blocks of scales.
-    multiple = {"bf16": _TILE, "fp8": 16, "fp8-block": 512}[sizes.weights]
+    # Copies have multiples of 16 bytes, a slot has whole blocks of scales, and two groups of INT4 share bytes.
+    multiple = {"bf16": TILE, "fp8": 16, "fp8-block": 512, "int4": 2 * INT4_GROUP}[sizes.weights]
     for name, value, least in (
         ("hidden", sizes.hidden, multiple),
         ("intermediate", sizes.intermediate, multiple),
         ("heads times head_dim", sizes.heads * sizes.head_dim, multiple),
-        ("vocab", sizes.vocab, _TILE),
+        ("vocab", sizes.vocab, TILE),
     ):
         if value % least:
             return f"{name} {value} is not a multiple of {least}"

@@ -37,8 +37,10 @@ DEVICE void produce_all(const Step& step, const Block& block, int number, int la
     for (int stage = 0; stage < STAGES; stage++) {
         const Kind kind = kind_of(stage);
         const int layer = stage / 4;
-        const char* weight = kind == HEAD ? (const char*)step.head : block.layers[layer].weights[kind];
-        produce(kind, weight, block, place, time, number, lane, policy);
+        const bool is_head = kind == HEAD;
+        const char* weight = is_head ? (const char*)step.head : block.layers[layer].weights[kind];
+        const char* scales = is_head ? nullptr : (const char*)block.layers[layer].scales[kind];
+        produce(kind, weight, scales, block, place, time, number, lane, policy);
         if (kind == QKV && layer + 1 < LAYERS) prefetch_context(step, block.layers[layer + 1], number, lane);
     }
 }
@@ -122,8 +124,9 @@ KERNEL decode_step(
     const u32 launches = load_counter(counters);
     for (int i = thread; i < LAYERS * (int)sizeof(Layer) / 16; i += THREADS)
         ((Vec4*)block.layers)[i] = load_once((const Vec4*)layers + i);
-    // Columns beyond the last one are multiplied with zeros, so they must be finite.
-    if (HIDDEN * 2 % CHUNK_BYTES || HIDDEN * BYTES % CHUNK_BYTES || ATTENDED * BYTES % CHUNK_BYTES || INTER * BYTES % CHUNK_BYTES)
+    // Columns beyond the last one are multiplied with zeros, so they and their scales must be finite.
+    if (row_bytes(HIDDEN, 16) % CHUNK_BYTES || row_bytes(HIDDEN, BITS) % CHUNK_BYTES ||
+        row_bytes(ATTENDED, BITS) % CHUNK_BYTES || row_bytes(INTER, BITS) % CHUNK_BYTES)
         for (int at = thread * 16; at < SLOTS * SLOT_BYTES; at += THREADS * 16)
             *(Vec4*)(block.ring + at) = Vec4{0, 0, 0, 0};
     barriers_visible();

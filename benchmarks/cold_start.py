@@ -4,9 +4,9 @@
     python benchmarks/cold_start.py --models Qwen3-0.6B --starts empty warm warm --top 20
 
 Each start is a process of its own with random weights in the true shape. `empty` gives it a new folder for compiled
-Triton kernels, `warm` the folder of the start before. The table lists the phases of the start-up, the kernels that were
-compiled, the seconds that their compilation took in all processes or threads together, and the slowest ones. With
-`--set compile_processes=0` threads compile.
+Triton kernels, `warm` the folder of the start before. The table lists the phases of the start-up, when each part of them
+began (counted from the import of the engine), the kernels that were compiled, the seconds that their compilation took in all
+processes or threads together, and the slowest ones. With `--set compile_processes=0` threads compile.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ def run_case(model: str, settings: dict[str, Any], began_s: float) -> dict[str, 
             params = SamplingParams(max_tokens=1, temperature=0)
             llm.generate([list(range(1000, 1000 + PROMPT_TOKENS))], params, use_tqdm=False)
             first_token_s = time.time() - began_s
-            phases_s = llm.info.phases_s
+            phases_s, spans_s = llm.info.phases_s, llm.info.rank_phases_s[0]
     return {
         "model": model,
         "imported_s": imported_s,
         "started_s": started_s,
         "first_token_s": first_token_s,
         "phases_s": phases_s,
+        "spans_s": spans_s,
         "compiled": compiled,
     }
 
@@ -87,6 +88,10 @@ def print_row(row: dict[str, Any], top: int) -> None:
         f"token {row['first_token_s']:.2f} s ({phases}); {len(compiled)} kernels compiled in {total_s:.1f} s",
         flush=True,
     )
+    spans = ", ".join(
+        f"{name} {begin:.2f}+{took:.2f}" for name, (begin, took) in row["spans_s"].items() if took >= 0.01
+    )
+    print(f"    begin+duration, s: {spans}")
     for kernel in compiled[:top]:
         stages = " ".join(
             f"{name} {value:.2f}"

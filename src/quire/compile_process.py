@@ -2,7 +2,7 @@
 
 The engine starts the first one as `python -m quire.compile_process FILE...`: the descriptors of one connection for each
 process to be. Importing torch takes seconds, so the first process imports it, and the others are forked from it. It uses
-no GPU and has no threads, which a fork would lose. A process ends when its connection closes.
+no GPU and then has no threads, which a fork would lose. A process ends when its connection closes.
 
 question: a job, as `kernels/compile_job.py` encodes it      answer: the error, or nothing
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from multiprocessing.connection import Connection
 
-from quire.kernels.compile_job import prepare, run_job
+from triton.runtime.cache import triton_key
 
 
 def main(files: list[int]) -> None:
@@ -34,6 +35,18 @@ def main(files: list[int]) -> None:
         os.wait()
 
 
+def prepare() -> None:
+    """Import and compute what all compilations need, so that the forked processes do not.
+
+    Triton hashes its files (half a gigabyte), which needs no interpreter, while torch is imported.
+    """
+    hashing = threading.Thread(target=triton_key)
+    hashing.start()
+    import quire.kernels.compile_job  # noqa: F401  (imports torch)
+
+    hashing.join()
+
+
 def _answer(connection: Connection) -> None:
     try:
         while True:
@@ -43,6 +56,8 @@ def _answer(connection: Connection) -> None:
 
 
 def _error_of(job: bytes) -> str:
+    from quire.kernels.compile_job import run_job
+
     try:
         run_job(job)
     except Exception as error:  # any error of the compiler: the engine meets it again and reports it

@@ -37,7 +37,7 @@ class Compilers:
 
     def __init__(self, connections: list[Connection]) -> None:
         self.count = len(connections)
-        self._idle = deque(connections)
+        self._idle = deque(reversed(connections))  # the processes are forked in this order
 
     def compile(self, name: str, job: bytes) -> bool:
         """Let an idle process compile a kernel, and wait for it. Several threads may call this at once.

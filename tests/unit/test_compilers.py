@@ -47,6 +47,13 @@ def test_a_process_that_ends_is_not_asked_again(caplog: pytest.LogCaptureFixture
     assert not compilers.compile("deadly", b"unknown") and not compilers.compile("k", b"good")
 
 
+def test_the_process_that_is_forked_first_is_asked_first() -> None:
+    (ours, first), (others, second) = Pipe(), Pipe()
+    first.send_bytes(b"")  # its answer
+    assert Compilers([ours, others]).compile("k", b"job")
+    assert first.recv_bytes() == b"job" and not second.poll()
+
+
 def test_a_process_that_hangs_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 0.05)
     ours, theirs = Pipe()
@@ -63,6 +70,18 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [usual_count(ranks) for ranks in (1, 2, 4, 8)] == [16, 12, 6, 0]
     monkeypatch.setattr(module.sys, "platform", "darwin")
     assert usual_count(1) == 0
+
+
+@linux
+def test_triton_hashes_its_files_while_torch_is_imported() -> None:
+    """A fork would lose the thread, and each of the other processes would hash them again."""
+    pytest.importorskip("triton")
+    code = (
+        "import sys, threading; from quire import compile_process as c; print('torch' in sys.modules); c.prepare(); "
+        "print('torch' in sys.modules, c.triton_key.cache_info().currsize, threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "True 1 1"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -96,6 +115,7 @@ def test_the_processes_end_with_the_engine(end: str) -> None:
     try:
         assert engine.stdout.readline() == b"False\n", "the process reports that the job is none, and lives"
         first = children_of(engine.pid)
+        await_true(lambda: len(children_of(first[0])) == 2)  # the first answers before the second is there
         workers = children_of(first[0])
         assert len(first) == 1 and len(workers) == 2
         assert all(len(list(Path(f"/proc/{pid}/task").iterdir())) == 1 for pid in (*first, *workers))

@@ -251,6 +251,18 @@ def test_brief_steps_are_captured_at_the_start() -> None:
     assert brief == {(rows, prefix) for rows in (1, 2, 4) for prefix in (TOKENS, FILTERED_TOKENS, LOGITS)}
 
 
+def test_kernels_of_shapes_that_differ_in_sampling_alone_are_run_once() -> None:
+    limits = GraphLimits(max_rows=64, max_tokens=512, full_tokens=0, shared_bytes=0, max_graphs=512)
+    shapes = StepShapes(limits)
+    run, common = shapes.with_all_kernels(), shapes.at_start()
+    assert run[0] == common[-1] and run[0].prefix == FILTERED_TOKENS, (
+        "the kernel that takes longest comes first"
+    )
+    sizes = [replace(shape, prefix=TOKENS) for shape in run]
+    assert len(set(sizes)) == len(sizes) < len(common)
+    assert set(sizes) == {replace(shape, prefix=TOKENS) for shape in common}
+
+
 def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:
     steps = Graphs(64, 2048, 8192)
     steps.step(1)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 
@@ -48,11 +47,6 @@ def build_launcher(compiled: CompiledKernel) -> None:
 
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(compiled.src, compiled.metadata)
-
-
-def prepare() -> None:
-    """Compute what all compilations need, so that processes forked from this one do not."""
-    triton_key()
 
 
 def _encode(value: Any) -> Any:

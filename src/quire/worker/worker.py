@@ -32,9 +32,14 @@ from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step.batch import BatchParts
 from quire.worker.step.stage_functions import StageFunctions
+from quire.worker.step.step_shapes import PADDED_TOKENS
 from quire.worker.transfer.shared_memory import SharedMemory
 
 _KERNEL_ROW_COUNTS = (2, 4, 8, 16, 32, 64)  # one row count from each range that has its own kernels
+_SHORT_ROW_COUNTS = (16, 128)  # of rows of two tokens that have their own kernels
+# Rows of prompts in a step that is not padded. Nine have more rows of logits than small tiles hold, and 256 so many tiles
+# that attention does not sort them.
+_LONG_ROW_COUNTS = (9, 256)
 _SHORT_PROMPT_TOKENS = 16  # of a step with a prompt that has its own kernels
 _REHEARSED_TOKENS = 128  # of the prompt that is rehearsed
 
@@ -83,6 +88,7 @@ class Worker:
         size = self.scratch_size()
         blocks = self.make_blocks(size)
         eager, usual = (self.make_runner(size, blocks, graphs) for graphs in (False, True))
+        usual.launcher.drop_graphs()  # otherwise a step that was captured stands in for one with other kernels
         with few_layers(self.model), background_compilation(self.device, compilers) as compilation:
             usual.run_common(most=1)  # its kernels take longest
             run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
@@ -93,6 +99,9 @@ class Worker:
                 for count in _KERNEL_ROW_COUNTS:
                     if count <= rows:
                         run_step(usual, count, 1)
+                for count in _SHORT_ROW_COUNTS:
+                    self._run_rows(usual, count, 2)
+                self._run_long_prompts(eager, size)
         del eager, usual, blocks
         torch.cuda.empty_cache()
 
@@ -180,6 +189,23 @@ class Worker:
         if tokens > 0:
             run_step(runner, 1, tokens)
         return tokens
+
+    def _run_rows(self, runner: Runner, rows: int, tokens: int) -> None:
+        """Run `rows` rows of `tokens` tokens, or of as many as fit; nothing if there are no such steps."""
+        limits = self._limits
+        tokens = min(tokens, limits.max_num_batched_tokens // rows, limits.max_model_len - 1)
+        if rows <= limits.max_num_seqs and tokens > 0:
+            run_step(runner, rows, tokens)
+
+    def _run_long_prompts(self, runner: Runner, size: KVSize) -> None:
+        """Run prompts that are too long to be padded: one for each power of two, and several in one step."""
+        budget, tokens = self._limits.max_num_batched_tokens, 2 * PADDED_TOKENS
+        while tokens < 2 * budget:
+            self._run_prompt(runner, size, tokens)
+            tokens *= 2
+        if budget > PADDED_TOKENS:
+            for count in _LONG_ROW_COUNTS:
+                self._run_rows(runner, count, budget)
 
     def make_blocks(self, size: KVSize, shared: SharedMemory | None = None) -> list[KV]:
         """Allocate the KV blocks of all layers, and one more block for the dummy slot."""

@@ -59,7 +59,7 @@ def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.const
     return found, index - before
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def _list_kernel(
     tiles, query_start, seq_lens, slots, rows,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LONGEST_FIRST: tl.constexpr,

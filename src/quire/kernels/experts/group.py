@@ -20,6 +20,7 @@ from quire.kernels.target import target_of
 _COUNTS = 1 << 13  # counts that a program holds at once
 _MOST_COUNTS = 1 << 14  # that each program adds up itself
 _COUNTED_ROWS = 16  # tokens of a block whose choice comes without counts
+_LANES = 32  # of a warp: fewer tiles of a program take as long, and another kernel
 _ADDED_EXPERTS, _ADDED_BLOCKS = 16, 128  # counts that a program of `_add_up` holds at once
 
 
@@ -176,6 +177,7 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     most = rows // tile + min(experts, rows)  # the last tile of each expert may have fewer rows
     each = triton.cdiv(most, blocks)
     items, log = triton.next_power_of_2(choice.rows * top_k), (experts - 1).bit_length()
+    tiles = max(triton.next_power_of_2(each), _LANES)
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=ids.device, dtype=torch.int32)
@@ -183,6 +185,7 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     grouped = GroupedRows(ints(tokens, top_k), ints(rows), ints(experts), ints(most), ints(most), tile)
     pdl = target_of(ids.device).has_dependent_launch
     totals, added = counts, blocks << log > _MOST_COUNTS
+    chunk = 1 if added else min(max(_COUNTS >> log, 1), triton.next_power_of_2(blocks))
     if added:
         before, totals = torch.empty_like(counts), ints(experts)
         _add_up[(triton.cdiv(experts, _ADDED_EXPERTS),)](
@@ -195,7 +198,7 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
         tokens, blocks, most, each,
         E=experts, E_PAD=1 << log, E_LOG=log, TOP_K=top_k,
         ITEMS=items, OTHERS=min(items, 64), ROWS=choice.rows, TILE=tile,
-        TILES=triton.next_power_of_2(each), CHUNK=min(max(_COUNTS >> log, 1), triton.next_power_of_2(blocks)),
+        TILES=tiles, CHUNK=chunk,
         ADDED=added, PDL=pdl,
         num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
     )  # fmt: skip

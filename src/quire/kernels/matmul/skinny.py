@@ -34,7 +34,7 @@ def _with(items, item):
     return items + (item,)
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def _whole(
     x,  # [rows, K]
     weight,  # [outputs, K]

@@ -25,10 +25,10 @@ import triton.language as tl
 
 from quire.kernels.jit import kernel
 from quire.kernels.state.pairs import chunk_of, inverse
-from quire.kernels.state.rows import StateRows
+from quire.kernels.state.rows import StateRows, rows_pad
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "rows"])
 def _relate_channels(
     q,  # [tokens, key heads, K], strides q_token and q_head
     k,  # the same, with strides k_token and k_head
@@ -155,7 +155,7 @@ def relate_channels(
         q, k, gate, beta, rows.starts, pairs.solved, pairs.inner, pairs.decayed, pairs.lost, scale, tokens, count, heads,
         heads // q.shape[1], short,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), gate.stride(0), gate.stride(1),
-        K=depth, K_PAD=k_pad, BLOCK_K=min(k_pad, 64), ROWS_PAD=triton.next_power_of_2(count), CHUNK=chunk,
+        K=depth, K_PAD=k_pad, BLOCK_K=min(k_pad, 64), ROWS_PAD=rows_pad(count), CHUNK=chunk,
         LEVELS=chunk.bit_length() - 1, UNIT=unit, WIDE=tl.float16 if half else tl.float32,
         SMALL_PRECISION="tf32" if half else "ieee", num_warps=4,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def long_rows(rows: StateRows, tokens: int, short: int) -> int:
     return int((rows.counts > short).sum())
 
 
-@kernel
+@kernel(do_not_specialize=["tokens"])
 def _advance_chunks(
     q,  # as in kernels/state/recurrence.py
     k,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
-from quire.kernels.state.rows import StateRows
+from quire.kernels.state.rows import StateRows, rows_pad
 
 _FEW_TOKENS = 64  # steps of more tokens that do not only decode are convolved in strips
 _STRIP_CHANNELS = 512
@@ -118,7 +118,7 @@ def _convolve_tile(
     tl.store(to, total.to(y.dtype.element_ty), mask=there)
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "rows"])
 def _convolve(
     x,  # [tokens, channels], row stride `x_stride`
     taps,  # float32 [WIDTH, channels]
@@ -162,7 +162,7 @@ def _convolve(
         )  # fmt: skip
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def _keep(
     x,
     window,
@@ -278,7 +278,7 @@ def causal_conv(
     assert activation in (None, "silu") and x.stride(1) == 1
     (tokens, channels), width, count = x.shape, weight.shape[0], len(rows.index)
     y = torch.empty(tokens, channels, device=x.device, dtype=x.dtype)
-    pad, block_t = triton.next_power_of_2(count), 4 if tokens <= _FEW_TOKENS else 16
+    pad, block_t = rows_pad(count), 4 if tokens <= _FEW_TOKENS else 16
     strips = tokens > _FEW_TOKENS and not rows.short_only
     block_c = _STRIP_CHANNELS if strips else _TILE_CHANNELS
     tiles = triton.cdiv(channels, _TILE_CHANNELS)
@@ -300,7 +300,7 @@ def causal_conv(
     kept = torch.empty(tokens, *window.shape[1:], device=x.device, dtype=window.dtype) if each else window
     _keep[(tokens if each else count, tiles)](
         x, window, rows.index, rows.starts, rows.fresh, kept, channels, count, x.stride(0),
-        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=kept_pad, BLOCK_C=_TILE_CHANNELS,
+        WIDTH=width, EACH=each, ROWS_PAD=pad if each else 1, KEPT_PAD=kept_pad, BLOCK_C=_TILE_CHANNELS,
     )  # fmt: skip
     if rows.targets is not None:
         size = (width - 1) * channels

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
-from quire.kernels.state.rows import StateRows
+from quire.kernels.state.rows import StateRows, rows_pad
 
 FACTORS = 4  # numbers per token and head: of q, of k in front of the state, of k into the state, and the chunk's decay
 
@@ -71,7 +71,7 @@ def inverse(lower, CHUNK: tl.constexpr, WIDE: tl.constexpr, SMALL_PRECISION: tl.
     return whole
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "rows"])
 def _relate(
     q,  # [tokens, key heads, K], strides q_token and q_head
     k,  # the same, with strides k_token and k_head
@@ -176,7 +176,7 @@ def relate(
         q, k, gate, beta, rows.starts, pairs.solved, pairs.inner, pairs.factors, scale, tokens, count, heads,
         heads // q.shape[1], short,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), gate.stride(0), gate.stride(1),
-        K=depth, K_PAD=max(triton.next_power_of_2(depth), 16), ROWS_PAD=triton.next_power_of_2(count), CHUNK=chunk,
+        K=depth, K_PAD=max(triton.next_power_of_2(depth), 16), ROWS_PAD=rows_pad(count), CHUNK=chunk,
         UNIT=unit, WIDE=tl.float16 if half else tl.float32, SMALL_PRECISION="tf32" if half else "ieee", num_warps=4,
     )  # fmt: skip
     return pairs

@@ -8,6 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+# Kernels exist for these numbers of rows, which are those of most captured steps, and for powers of two beyond.
+_PADS = (8, 32, 256, 1024)
+
+
+def rows_pad(count: int) -> int:
+    """Return the power of two, at least `count`, for which a kernel that holds numbers of all rows is compiled."""
+    return next((pad for pad in _PADS if pad >= count), 1 << (count - 1).bit_length())
+
 
 @dataclass(slots=True)
 class StateRows:

@@ -110,8 +110,7 @@ class CudaGraphs:
             self._capture(shape)
 
     def run_common(self, most: int | None = None) -> None:
-        # The last shapes draw with filters, whose kernel takes longest to compile.
-        for shape in self.shapes.at_start()[::-1][:most]:
+        for shape in self.shapes.with_all_kernels()[:most]:
             self._run(shape)
 
     def warm_up(self, staging: Staging) -> bool:

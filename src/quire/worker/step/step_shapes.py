@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.models.decoder import NO_BRIEF_STEPS, BriefSteps
@@ -22,7 +22,7 @@ MAX_GRAPHS = 512  # of one runner
 FULL_TOKENS = (
     8192  # the longest step that is captured without padding: launching it takes less time than running it
 )
-_PADDED_TOKENS = 2048  # the longest step with prompts that is captured with padding
+PADDED_TOKENS = 2048  # the longest step with prompts that is captured with padding
 _BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
 _TAIL = 0.1  # of a step: cost of sampling operation by operation after a graph that ends with the logits
@@ -55,7 +55,7 @@ class GraphLimits:
         """Return the limits of an engine whose steps have up to `step_tokens` tokens."""
         return cls(
             max_rows=max_rows,
-            max_tokens=min(step_tokens, _PADDED_TOKENS),
+            max_tokens=min(step_tokens, PADDED_TOKENS),
             full_tokens=step_tokens if step_tokens <= FULL_TOKENS else 0,
             **others,
         )
@@ -185,6 +185,17 @@ class StepShapes:
         filters: many models come with top_k and top_p.
         """
         return self._common() if self._limits.at_start else []
+
+    def with_all_kernels(self) -> list[StepShape]:
+        """Return shapes of `at_start` that need all of its kernels, the ones that take longest to compile first.
+
+        The kernel of draws with filters takes longest, and steps with filters come last in `at_start`. They also need
+        the kernels of shorter prefixes.
+        """
+        found: dict[StepShape, StepShape] = {}
+        for shape in reversed(self.at_start()):
+            found.setdefault(replace(shape, prefix=TOKENS), shape)
+        return list(found.values())
 
     def _common(self) -> list[StepShape]:
         most = self.row_sizes[-1]

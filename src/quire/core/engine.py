@@ -109,9 +109,8 @@ class Engine:
         self._settle()
         handle = self.executor.sample(plan.step, masks)
         record.launch_s = time.perf_counter() - begin
-        if (
-            handle.ready()
-        ):  # a CPU computes while it launches: the step has ended, although it is retired later
+        # A CPU computes while it launches: the step has ended, although it is retired later.
+        if not handle.is_timed and handle.ready():
             record.ready_s = self.log.now()
         self._in_flight.append((record, handle))
 

@@ -24,7 +24,7 @@ from quire.frontend.client import ipc as msg
 from quire.frontend.client.base import error_text, refused_output
 from quire.frontend.client.channel import Channel, hangup_poller
 from quire.start import start_engine
-from quire.types import EngineDead, EngineInfo, QuireError, RequestError
+from quire.types import EngineDead, EngineInfo, OutputPart, QuireError, RequestError
 
 # Interval at which an idle engine checks that its parent is alive.
 _IDLE_POLL_S = 1.0
@@ -138,7 +138,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
         quiet = time.monotonic() - worked_s >= _QUIET_S
         busy = engine.has_work or (quiet and not channel.poll() and engine.idle())
         wait_s = 0.0 if busy else _IDLE_POLL_S
-        refused = []
+        refused: list[OutputPart] = []
         intake_end_s = time.monotonic() + _INTAKE_S
         while channel.poll(wait_s) and not (engine.has_work and time.monotonic() > intake_end_s):
             wait_s = 0.0
@@ -160,9 +160,9 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                     channel.send(msg.encode(msg.Pong()))
                 case msg.StopEngine():
                     return
-        outputs = refused
+        outputs: list[OutputPart] = refused
         if engine.has_work:
-            outputs = refused + engine.step()
+            outputs = refused + engine.step().parts
             worked_s, is_checked = time.monotonic(), False
         notes = list(engine.scheduler.connector.notes)
         if outputs or received > reported or notes != told:

@@ -91,7 +91,7 @@ class LLM:
             raise
         self._assembler = OutputAssembler()
         # Changed requests that their own calls have not seen yet, by id().
-        self._changed: dict[int, RequestState] = {}
+        self._changed: dict[RequestState, None] = {}
         self._count = 0
         self._renderer: TemplateRenderer | None = None  # made by the first chat, because it starts a process
 
@@ -365,11 +365,11 @@ class LLM:
 
         Leaving the generator early aborts the others.
         """
-        keys = {id(state) for state in states}
+        own = set(states)
         open_count = len(states)
         try:
             while open_count:
-                changed = self._take_changed(keys)
+                changed = self._take_changed(own)
                 if not changed:
                     self._poll()
                     continue
@@ -379,7 +379,7 @@ class LLM:
                     open_count -= state.finished
                 yield changed
         finally:
-            self._take_changed(keys)
+            self._take_changed(own)
             left = [name for state in states if not state.finished for name in self._assembler.abort(state)]
             if left:
                 self.client.abort(left)
@@ -389,12 +389,12 @@ class LLM:
         applied = self._assembler.apply(self.client.poll(_POLL_S))
         if applied.aborts:
             self.client.abort(applied.aborts)
-        self._changed.update({id(state): state for state in applied.changed})
+        self._changed.update(dict.fromkeys(applied.changed))
 
-    def _take_changed(self, keys: set[int]) -> list[RequestState]:
-        """Return the requests with these `id()`s that changed since the last call."""
+    def _take_changed(self, own: set[RequestState]) -> list[RequestState]:
+        """Return the requests of `own` that changed since the last call."""
         changed, self._changed = self._changed, {}
-        if not changed.keys() <= keys:  # other streams are open
-            self._changed = {key: state for key, state in changed.items() if key not in keys}
-            return [state for key, state in changed.items() if key in keys]
-        return list(changed.values())
+        if not changed.keys() <= own:  # other streams are open
+            self._changed = dict.fromkeys(state for state in changed if state not in own)
+            return [state for state in changed if state in own]
+        return list(changed)

@@ -13,8 +13,10 @@ from quire.frontend.client.base import refused_output
 from quire.frontend.client.channel import Channel
 from quire.types import (
     EngineLoad,
+    EngineOutput,
     EngineRequest,
     Figures,
+    NewTokens,
     RequestError,
     RequestFailure,
     SamplingParams,
@@ -82,6 +84,18 @@ def test_last_words_are_read_before_the_end(ends: tuple[Channel, Channel]) -> No
         with pytest.raises(EOFError):
             one.poll(5)
     assert one.send(b"still no error")
+
+
+def test_tokens_in_columns_arrive_as_outputs_in_order(ends: tuple[Channel, Channel]) -> None:
+    engine, client = ends
+    last = EngineOutput("a", [3], "stop")
+    parts = [EngineOutput("b", [7]), NewTokens(["a", "b"], [1, 2]), last]
+    engine.send(ipc.encode(ipc.Outputs(parts, EngineLoad(), Figures())))
+    message = ipc.decode_to_client(received(client, 1)[0])
+    assert isinstance(message, ipc.Outputs)
+    outputs = message.outputs
+    assert outputs and outputs.ended == [last]
+    assert list(outputs) == [EngineOutput("b", [7]), EngineOutput("a", [1]), EngineOutput("b", [2]), last]
 
 
 def test_a_refusal_keeps_field_and_code_across_processes(ends: tuple[Channel, Channel]) -> None:

@@ -64,6 +64,7 @@ class Device:
 
     @dataclass
     class Handle:
+        is_timed = False
         clock: Clock
         ready_s: float
         result: StepResult

@@ -18,6 +18,7 @@ from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
 from quire.serve.http import stream as stream_module
 from quire.serve.http.stream import complete_response
+from quire.types import EngineOutputs
 
 
 class SlowIntake:
@@ -34,9 +35,9 @@ class SlowIntake:
         time.sleep(0.002)
         self.aborted += 1
 
-    def step(self) -> list[Any]:
+    def step(self) -> EngineOutputs:
         self.taken_before_step.append(self.aborted)
-        return []
+        return EngineOutputs([])
 
 
 def test_steps_run_while_requests_are_taken_in() -> None:

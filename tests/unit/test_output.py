@@ -16,7 +16,15 @@ from quire.frontend.tokenizer.backends import BYTE_OF_CHAR, JsonBackend
 from quire.frontend.tokenizer.detokenizer import Detokenizer
 from quire.frontend.tokenizer.gguf_tokenizer import byte_level_bpe
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
-from quire.types import CompletionOutput, EngineOutput, RequestFailure, SamplingParams, TokenLogprobs
+from quire.types import (
+    CompletionOutput,
+    EngineOutput,
+    EngineOutputs,
+    NewTokens,
+    RequestFailure,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 EOS = 256
 
@@ -221,7 +229,10 @@ def test_deltas_add_up_to_the_answer_in_any_steps(
     while not state.finished:
         step = ids[: rng.randrange(1, 5)]
         ids = ids[len(step) :]
-        assembler.apply([EngineOutput("r", step, finish_reason=None if ids else "length")])
+        if ids and len(step) == 1 and rng.random() < 0.7:
+            assembler.apply(EngineOutputs([NewTokens(["r"], step)]))
+        else:
+            assembler.apply([EngineOutput("r", step, finish_reason=None if ids else "length")])
         if rng.random() < 0.7 or state.finished:
             for delta in taken(state):
                 seen_text += delta.text
@@ -236,6 +247,20 @@ def test_deltas_add_up_to_the_answer_in_any_steps(
         expected.stop_reason,
     )
     assert answer.token_ids == expected.token_ids
+
+
+def test_tokens_in_columns_stop_only_their_requests() -> None:
+    state, assembler = opened(n=3, stop=["b"], max_tokens=9)
+    names = ["r#0", "r#1", "r#2"]
+    for name in names:
+        assembler.apply([EngineOutput(name, [97])])
+    applied = assembler.apply(EngineOutputs([NewTokens(["x", *names], [98, 97, 98, 97])]))
+    assert (applied.changed, applied.aborts) == ([state], ["r#1"])
+    late = assembler.apply(EngineOutputs([NewTokens(names, [97] * 3)]))
+    assert late.changed == [state] and not late.aborts and len(assembler) == 1
+    answers = state.output().outputs
+    assert [answer.text for answer in answers] == ["aaa", "a", "aaa"]
+    assert [answer.finish_reason for answer in answers] == [None, "stop", None]
 
 
 def test_text_is_decoded_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

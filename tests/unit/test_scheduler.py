@@ -238,6 +238,8 @@ class FakeDevice:
 
 
 class Handle:
+    is_timed = False
+
     def __init__(self, device: FakeDevice) -> None:
         self._device, self._result = device, None
 

@@ -33,7 +33,7 @@ from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
 from quire.host import build_engine
 from quire.models.config.load import load_spec
-from quire.types import ConfigError, DraftCounts, EngineInfo, EngineOutput, SamplingParams
+from quire.types import ConfigError, DraftCounts, EngineInfo, EngineOutputs, SamplingParams
 
 _POLL_S = 1.0
 
@@ -139,7 +139,7 @@ class Bench:
         self.client.add(requests[0])
         return name
 
-    def poll(self, steps: list[StepRecord]) -> list[EngineOutput]:
+    def poll(self, steps: list[StepRecord]) -> EngineOutputs:
         """Let the engine run a step and return its outputs. Append the records of new steps to `steps`."""
         before = self._log.totals.steps
         outputs = self.client.poll(_POLL_S)
@@ -181,7 +181,7 @@ def answer_params(params: dict[str, Any], count: int) -> SamplingParams:
     return SamplingParams(**{**params, "max_tokens": count, "ignore_eos": True})
 
 
-def _book(outputs: list[EngineOutput], running: dict[str, ServedRequest], now_s: float) -> int:
+def _book(outputs: EngineOutputs, running: dict[str, ServedRequest], now_s: float) -> int:
     """Store the time stamps of the tokens of one poll, and return how many requests finished."""
     ended = 0
     for output in outputs:

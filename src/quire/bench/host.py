@@ -56,7 +56,7 @@ def host_cost(
         begin = time.perf_counter()
         outputs = engine.step()
         end = time.perf_counter()
-        msg.encode(msg.Outputs(outputs, load_of(engine, rows), figures_of(engine, log.ended)))
+        msg.encode(msg.Outputs(outputs.parts, load_of(engine, rows), figures_of(engine, log.ended)))
         times.append(end - begin)
         messages.append(time.perf_counter() - end)
     records = list(log)[-steps:]

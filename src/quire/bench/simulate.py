@@ -95,6 +95,8 @@ class SimulatedExecutor:
 
 
 class _SimulatedHandle:
+    is_timed = False
+
     def __init__(self, result: StepResult, ready_s: float, clock: SimulatedClock) -> None:
         self._result, self._ready_s, self._clock = result, ready_s, clock
 

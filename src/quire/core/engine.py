@@ -15,7 +15,15 @@ from quire.core.cache_journal import CacheJournal, NoJournal
 from quire.core.grammar_interface import Grammar
 from quire.core.scheduler import ScheduledStep, Scheduler
 from quire.core.steplog import StepLog, StepRecord
-from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepHandle
+from quire.types import (
+    EngineOutputs,
+    EngineRequest,
+    Executor,
+    OutputPart,
+    StepFailed,
+    StepHandle,
+    one_by_one,
+)
 
 
 class Engine:
@@ -49,7 +57,7 @@ class Engine:
         self.journal = journal or NoJournal()
         self._check = check_invariants
         self._in_flight: deque[tuple[StepRecord, StepHandle]] = deque()
-        self._outputs: list[EngineOutput] = []
+        self._outputs: list[OutputPart] = []
         self._closing = weakref.finalize(self, _close, self._in_flight, scheduler, executor, grammar)
 
     def add(self, request: EngineRequest) -> None:
@@ -70,7 +78,7 @@ class Engine:
         """Return whether `step` has something to do."""
         return bool(self._outputs) or self.scheduler.has_work
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> EngineOutputs:
         """Launch a step if a request can run, and retire the oldest step if the queue is full or nothing can run.
 
         Returns:
@@ -96,7 +104,7 @@ class Engine:
                 connector.wait()
             else:
                 self.grammar.wait()
-        return outputs
+        return EngineOutputs(outputs)
 
     def _launch(self, scheduled: ScheduledStep) -> None:
         plan, record = scheduled
@@ -109,9 +117,8 @@ class Engine:
         self._settle()
         handle = self.executor.sample(plan.step, masks)
         record.launch_s = time.perf_counter() - begin
-        if (
-            handle.ready()
-        ):  # a CPU computes while it launches: the step has ended, although it is retired later
+        # A CPU computes while it launches: the step has ended, although it is retired later.
+        if not handle.is_timed and handle.ready():
             record.ready_s = self.log.now()
         self._in_flight.append((record, handle))
 
@@ -121,7 +128,7 @@ class Engine:
             self._retire_oldest()
         self.scheduler.fail(error)
         outputs = self.scheduler.take_outputs()
-        for output in outputs:
+        for output in one_by_one(outputs):
             self.grammar.forget(output.id)
         self._outputs += outputs
 

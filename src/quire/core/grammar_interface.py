@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from quire.types import EngineOutput, EngineRequest, StepPlan, TokenMasks
+from quire.types import EngineRequest, OutputPart, StepPlan, TokenMasks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +78,7 @@ class Grammar(Protocol):
         """
         ...
 
-    def advance(self, outputs: list[EngineOutput]) -> None:
+    def advance(self, outputs: list[OutputPart]) -> None:
         """Advance the grammars by the tokens of a retired step; remove tokens that break a grammar from `outputs`."""
         ...
 
@@ -119,7 +119,7 @@ class NoGrammar:
     def masks(self, plan: StepPlan, drafts: Callable[[], np.ndarray]) -> TokenMasks | None:
         return None
 
-    def advance(self, outputs: list[EngineOutput]) -> None:
+    def advance(self, outputs: list[OutputPart]) -> None:
         pass
 
     def forget(self, request_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -11,7 +12,16 @@ from quire.core.failure import find_failure
 from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder, PromptScores
 from quire.core.steplog import StepRecord
-from quire.types import REJECTED, EngineOutput, Request, RequestFailure, StepPlan, StepResult
+from quire.types import (
+    REJECTED,
+    EngineOutput,
+    NewTokens,
+    OutputPart,
+    Request,
+    RequestFailure,
+    StepPlan,
+    StepResult,
+)
 from quire.types.request_table import KNOWN, VISIT_AT
 
 
@@ -69,7 +79,7 @@ class Retirement:
 
     def __init__(self, life: Lifecycle) -> None:
         self._life, self._log = life, life.log
-        self.outputs: list[EngineOutput] = []
+        self.outputs: list[OutputPart] = []
 
     def apply(
         self, plan: StepPlan, record: StepRecord, builder: PlanBuilder, result: StepResult, depth: DraftDepth
@@ -91,23 +101,20 @@ class Retirement:
         sampled = _SampledRows(plan, builder, result, caught_up, scores)
         table, tokens = self._life.table, sampled.tokens
         found: list[int] = []
-        outputs = list(map(EngineOutput, sampled.ids, tokens[:, :1].tolist()))
-        plain, newest = sampled.table_rows, tokens[:, 0]
+        ids, plain, newest = sampled.ids, sampled.table_rows, tokens[:, 0]
         known = table.data[KNOWN][plain]
         visits = self._visits(sampled, known, newest)
         if np.count_nonzero(visits):
             found, is_plain = visits.nonzero()[0].tolist(), ~visits
             plain, known, newest = plain[is_plain], known[is_plain], newest[is_plain]
+            ids = list(compress(ids, is_plain.tobytes()))
         table.append(plain, known, newest)
         self._log.totals.generated_tokens += len(plain)
         record.generated += len(plain)
-        visited = [(index, self._visit(sampled, index, record, depth)) for index in found]
-        for index, output in reversed(visited):
-            if output is not None:
-                outputs[index] = output
-            else:
-                del outputs[index]
-        self.outputs += outputs
+        if ids:
+            self.outputs.append(NewTokens(ids, newest.tolist()))
+        visited = [self._visit(sampled, index, record, depth) for index in found]
+        self.outputs += [output for output in visited if output is not None]
         depth.end_step(record, builder.rows)
         for request_id, scored in scores.items():
             self.outputs.append(

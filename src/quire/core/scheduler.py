@@ -32,8 +32,8 @@ from quire.core.rows import RowPlacer
 from quire.core.shared_prefix import NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import (
-    EngineOutput,
     EngineRequest,
+    OutputPart,
     Request,
     RequestError,
     RequestFailure,
@@ -255,7 +255,7 @@ class Scheduler:
         self._in_flight.clear()
         self._retirement.fail(plan, record, builder, error)
 
-    def take_outputs(self) -> list[EngineOutput]:
+    def take_outputs(self) -> list[OutputPart]:
         """Return the outputs since the last call, in order, and forget them."""
         outputs, self._retirement.outputs = self._retirement.outputs, []
         return outputs

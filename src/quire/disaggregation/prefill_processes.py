@@ -122,8 +122,8 @@ class PrefillProcesses:
                     self.listener.add_peer(one.number, one.memory, info.shared)
                 case msg.EngineFailed(_, cause):
                     one.cause = cause
-                case msg.Outputs(outputs):
-                    for output in outputs:
+                case msg.Outputs():
+                    for output in message.outputs:
                         reason = output.finish_reason
                         if output.id in one.open:
                             ended, failed = reason is not None, reason == "error"

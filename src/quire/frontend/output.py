@@ -10,7 +10,7 @@ engine outputs --> OutputAssembler.apply --> RequestState --> ChoiceOutput (one 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.frontend.tokenizer.detokenizer import Detokenizer, StopStrings
@@ -18,9 +18,11 @@ from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from quire.types import (
     CompletionOutput,
     EngineOutput,
+    EngineOutputs,
     EngineRequest,
     FinishReason,
     Logprob,
+    NewTokens,
     RequestFailure,
     RequestMetrics,
     RequestOutput,
@@ -60,6 +62,9 @@ class ChoiceOutput:
         index: its position among the choices.
         request: its engine request.
         tokenizer: decodes its tokens; None if the engine has no tokenizer.
+
+    Attributes:
+        append: appends a token that comes without anything else, and returns a true value if it completed a stop string.
     """
 
     def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
@@ -80,7 +85,9 @@ class ChoiceOutput:
             )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._text: list[str] = []
-        self._undecoded: list[int] = []  # tokens whose text has not been read yet
+        self._decoded = 0  # tokens that have their text, or are to have none
+        # Without a stop string to look for, many tokens are decoded at once, when their text is read.
+        self.append: Callable[[int], object] = self._append_decoded if params.stop else self.token_ids.append
         self._taken_text = self._taken_tokens = (
             0  # pieces of text, and tokens, that `take_delta` has returned
         )
@@ -98,18 +105,29 @@ class ChoiceOutput:
         hides_last = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
         last = len(output.token_ids) - 1
         for i, token in enumerate(output.token_ids):
-            self.token_ids.append(token)
             if output.logprobs is not None:
                 self._append_logprobs(output.logprobs[i])
-            if not (hides_last and i == last):
-                self._undecoded.append(token)
-            # Without a stop string to look for, many tokens are decoded at once, when their text is read.
-            if self.params.stop and self._decode():
-                self.finish_reason, self.stop_reason = "stop", self._stops.stopped
+            if hides_last and i == last:
+                self._append_hidden(token)
+            elif self.append(token):
                 return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
         return False
+
+    def _append_decoded(self, token: int) -> bool:
+        """Append a token and its text. If this completes a stop string, end the choice and return True."""
+        self.token_ids.append(token)
+        if not self._decode():
+            return False
+        self.finish_reason, self.stop_reason = "stop", self._stops.stopped
+        return True
+
+    def _append_hidden(self, token: int) -> None:
+        """Append a token that has no text."""
+        self._decode()
+        self.token_ids.append(token)
+        self._decoded += 1
 
     def _append_logprobs(self, logprobs: TokenLogprobs) -> None:
         if self.logprobs is not None and self.cumulative_logprob is not None:
@@ -118,9 +136,10 @@ class ChoiceOutput:
 
     def _decode(self) -> bool:
         """Append the text of tokens that have none yet. Return True if it completed a stop string."""
-        if not self._undecoded:
+        ids = self.token_ids[self._decoded :]
+        if not ids:
             return False
-        ids, self._undecoded = self._undecoded, []
+        self._decoded += len(ids)
         return self._append_text(self._detokenizer.push(ids))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -274,9 +293,13 @@ class RequestState:
             self.error = output.error
         aborts = answer.apply(output)
         if answer.finish_reason is not None:
-            self._num_open -= 1
-            self._note_end(now_s)
+            self.end_choice(now_s)
         return aborts
+
+    def end_choice(self, now_s: float) -> None:
+        """Note that one more choice has ended."""
+        self._num_open -= 1
+        self._note_end(now_s)
 
     def abort(self) -> list[str]:
         """End every choice that still runs. Return the ids of the engine requests to abort."""
@@ -318,16 +341,17 @@ class OutputAssembler:
     """The open requests of one client, by the ids of their engine requests."""
 
     def __init__(self) -> None:
-        self._states: dict[str, RequestState] = {}
+        # By the id of the engine request: the request, and `append` of its choice.
+        self._open: dict[str, tuple[RequestState, Callable[[int], object]]] = {}
 
     def __len__(self) -> int:
-        return len({id(state) for state in self._states.values()})
+        return len({state for state, _ in self._open.values()})
 
     def add(self, state: RequestState) -> None:
         """Register an open request."""
-        self._states.update((answer.engine_id, state) for answer in state.answers)
+        self._open.update((answer.engine_id, (state, answer.append)) for answer in state.answers)
 
-    def apply(self, outputs: Iterable[EngineOutput], now_s: float | None = None) -> OutputChanges:
+    def apply(self, outputs: Sequence[EngineOutput], now_s: float | None = None) -> OutputChanges:
         """Apply outputs to their requests.
 
         Outputs of requests that have ended here are dropped, because an abort reaches the engine some steps late.
@@ -337,24 +361,36 @@ class OutputAssembler:
             now_s: time of their arrival on the monotonic clock; None means now.
         """
         now_s = time.monotonic() if now_s is None else now_s
-        changes = OutputChanges()
-        changed: dict[int, RequestState] = {}
-        for output in outputs:
-            state = self._states.get(output.id)
-            if state is None:
-                continue
-            is_stopped = state.apply(output, now_s)
-            if is_stopped:
-                changes.aborts.append(output.id)
-            changed[id(state)] = state
-            if is_stopped or output.finish_reason is not None:
-                del self._states[output.id]
-        changes.changed = list(changed.values())
-        return changes
+        aborts: list[str] = []
+        changed: dict[RequestState, None] = {}
+        for part in outputs.parts if isinstance(outputs, EngineOutputs) else outputs:
+            if isinstance(part, NewTokens):
+                aborts += self._append(part, changed, now_s)
+            elif (place := self._open.get(part.id)) is not None:
+                state, _ = place
+                changed[state] = None
+                if is_stopped := state.apply(part, now_s):
+                    aborts.append(part.id)
+                if is_stopped or part.finish_reason is not None:
+                    del self._open[part.id]
+        return OutputChanges(list(changed), aborts)
+
+    def _append(self, new: NewTokens, changed: dict[RequestState, None], now_s: float) -> list[str]:
+        """Append tokens, add their requests to `changed`, and return the ids of those that a stop string ended."""
+        stopped = []
+        for request_id, token in zip(new.ids, new.tokens):
+            if (place := self._open.get(request_id)) is not None:
+                state, append = place
+                changed[state] = None
+                if append(token):
+                    stopped.append(request_id)
+        for request_id in stopped:
+            self._open.pop(request_id)[0].end_choice(now_s)
+        return stopped
 
     def abort(self, state: RequestState) -> list[str]:
         """Forget a request. Return the ids of the engine requests to abort."""
         ids = state.abort()
         for engine_id in ids:
-            self._states.pop(engine_id, None)
+            self._open.pop(engine_id, None)
         return ids

@@ -19,7 +19,16 @@ from quire.core.grammar_interface import GrammarOutcome, GrammarPause
 from quire.grammar.answer import NO_TOKEN_LEFT, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads
-from quire.types import EngineOutput, EngineRequest, QuireError, RequestFailure, StepPlan, TokenMasks
+from quire.types import (
+    EngineOutput,
+    EngineRequest,
+    OutputPart,
+    QuireError,
+    RequestFailure,
+    StepPlan,
+    TokenMasks,
+    one_by_one,
+)
 
 _WAIT_S = 0.002  # longest delay of a message to an engine without other work
 _PATIENCE_S = 0.030  # longest wait of a step for its masks
@@ -213,10 +222,12 @@ class LibraryGrammar:
             self._paused.append(GrammarPause(answer.request_id, True))
         return dropped
 
-    def advance(self, outputs: list[EngineOutput]) -> None:
+    def advance(self, outputs: list[OutputPart]) -> None:
         if not self._answers:
             return
-        for output in outputs:
+        each = list(one_by_one(outputs))
+        outputs[:] = each  # some are changed below
+        for output in each:
             answer = self._answers.get(output.id)
             if answer is None:
                 continue

@@ -31,6 +31,10 @@ class _WatchingHandle:
     def __init__(self, handle: StepHandle, group: RankGroup) -> None:
         self._handle, self._group = handle, group
 
+    @property
+    def is_timed(self) -> bool:
+        return self._handle.is_timed
+
     def ready(self) -> bool:
         return self._handle.ready()
 

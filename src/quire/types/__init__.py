@@ -89,16 +89,20 @@ from quire.types.transfer import (
 )
 
 if TYPE_CHECKING:
-    from quire.types.engine_output import EngineOutput
+    from quire.types.engine_output import EngineOutput, EngineOutputs, NewTokens, OutputPart, one_by_one
     from quire.types.request_state import Request, RequestOrder, RequestStatus, ReservedRow
 
 # Imported on first use, because they load msgspec or numpy, which commands that only need settings can do without.
 _LATE = {
     "EngineOutput": "engine_output",
+    "EngineOutputs": "engine_output",
+    "NewTokens": "engine_output",
+    "OutputPart": "engine_output",
     "Request": "request_state",
     "RequestOrder": "request_state",
     "RequestStatus": "request_state",
     "ReservedRow": "request_state",
+    "one_by_one": "engine_output",
 }
 
 __all__ = [
@@ -123,6 +127,7 @@ __all__ = [
     "EngineLive",
     "EngineLoad",
     "EngineOutput",
+    "EngineOutputs",
     "EngineRequest",
     "EngineStats",
     "Executor",
@@ -141,6 +146,8 @@ __all__ = [
     "LogprobArrays",
     "ModelError",
     "NewBlock",
+    "NewTokens",
+    "OutputPart",
     "Overloaded",
     "Pooling",
     "PrefillNews",
@@ -177,6 +184,7 @@ __all__ = [
     "answer_room",
     "check_field_names",
     "max_logit_rows",
+    "one_by_one",
 ]
 
 

@@ -172,7 +172,14 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A step in flight."""
+    """A step in flight.
+
+    Attributes:
+        is_timed: the results carry `times`, so the host need not notice when the step ends.
+    """
+
+    @property
+    def is_timed(self) -> bool: ...
 
     def ready(self) -> bool:
         """Return whether `wait` would return at once."""

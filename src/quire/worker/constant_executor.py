@@ -12,6 +12,8 @@ from quire.types import StepHandle, StepPlan, StepResult, TokenMasks
 
 
 class _InstantHandle:
+    is_timed = False
+
     def __init__(self, result: StepResult) -> None:
         self._result = result
 

@@ -21,6 +21,8 @@ _HIDDEN = 32
 class _DelayedHandle:
     """Handle whose result is ready at `ready_s` of the monotonic clock."""
 
+    is_timed = False
+
     def __init__(self, result: StepResult, ready_s: float) -> None:
         self._result, self._ready_s = result, ready_s
 

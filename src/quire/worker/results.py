@@ -59,6 +59,8 @@ class StepOutput:
 class HostHandle:
     """Handle of results that are already on the host."""
 
+    is_timed = False
+
     def __init__(self, output: StepOutput) -> None:
         self._output = output
 
@@ -88,25 +90,31 @@ class CudaHandle:
     """Handle of results on a GPU.
 
     Args:
-        output: the results. Their copy to pinned memory is queued on `stream`.
-        stream: the stream of copies.
+        output: the results. Those on the device are copied to pinned memory.
+        compute: the stream of the step.
+        copies: the stream of copies.
         events: those of the step; the end is recorded here.
         last: those of the step in front.
     """
 
+    is_timed = True
+
     def __init__(
-        self, output: StepOutput, stream: torch.cuda.Stream, events: StepEvents, last: StepEvents
+        self,
+        output: StepOutput,
+        compute: torch.cuda.Stream,
+        copies: torch.cuda.Stream,
+        events: StepEvents,
+        last: StepEvents,
     ) -> None:
         self._output, self._events, self._last = output, events, last
-        done = events.done
         self._host = self._source = output.tensors()
         if any(x.is_cuda for x in self._source):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._host = [self._copy(x, stream) if x.is_cuda else x for x in self._source]
-                done.record(stream)
-        else:
-            done.record()
+            copies.wait_stream(compute)
+            with torch.cuda.stream(copies):
+                self._host = [self._copy(x, copies) if x.is_cuda else x for x in self._source]
+            compute = copies
+        events.done.record(compute)
 
     def _copy(self, source: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -131,19 +139,22 @@ class Results:
     """
 
     def __init__(self, device: torch.device, turns: int) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._events = [StepEvents.on(self._stream) for _ in range(turns)] if self._stream else []
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._events = [StepEvents.on(self._copies) for _ in range(turns)] if self._copies else []
+        self._compute = self._copies  # the stream of the newest step
 
     def begin(self, step: int) -> None:
         """Note that the commands of a step follow."""
         if self._events:
-            self._of(step).begun.record()
+            self._compute = torch.cuda.current_stream()
+            self._of(step).begun.record(self._compute)
 
     def _of(self, step: int) -> StepEvents:
         return self._events[step % len(self._events)]
 
     def handle(self, output: StepOutput) -> HostHandle | CudaHandle:
         """Return the handle of a step's results, and start their copy to the host."""
-        if self._stream is None:
+        if self._copies is None or self._compute is None:
             return HostHandle(output)
-        return CudaHandle(output, self._stream, self._of(output.step), self._of(output.step - 1))
+        events, last = self._of(output.step), self._of(output.step - 1)
+        return CudaHandle(output, self._compute, self._copies, events, last)

@@ -80,7 +80,6 @@ class Runner:
         places = (state.num_tokens[step.slots].unsqueeze(1) + offsets).clamp_(max=state.max_len - 1)
         return state.tokens[step.slots.unsqueeze(1), places].cpu().numpy()
 
-    @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
         """Queue the stages of a step that `forward` has left.
 
@@ -95,11 +94,22 @@ class Runner:
         assert masks is None or step.done < StepStage.SAMPLE, (
             "a step with masks must be sampled after its launch"
         )
-        step.masks = masks
+        output = StepOutput(step_id, None if plan.num_sampling == step.rows else plan.samples, None)
+        # A captured step needs no further operation of torch, and to enter inference mode for none takes 2 us.
+        if step.done < StepStage.COMMIT:
+            step.masks = masks
+            self._finish(step, plan, output)
+        output.tokens = step.tokens
+        if plan.num_sampling:
+            self._link.publish(lambda: self.batcher.on_device(step))
+        return self._results.handle(output)
+
+    @torch.inference_mode()
+    def _finish(self, step: DeviceStep, plan: StepPlan, output: StepOutput) -> None:
+        """Run the stages that the launcher has left, and put all results but the tokens into `output`."""
         self._stages.run(step, StepStage.SAMPLE)
-        samples = None if plan.num_sampling == step.rows else plan.samples
-        output = StepOutput(step_id, samples, None, step.logprobs)
-        if plan.max_drafts and samples is not None:
+        output.logprobs = step.logprobs
+        if plan.max_drafts and output.samples is not None:
             output.logit_samples = plan.per_logit_row(plan.samples)
         for row in plan.score_rows:
             output.prompt_logprobs[row] = self._score(step, plan, row)
@@ -108,10 +118,6 @@ class Runner:
             output.pool_rows = plan.pool_rows
             output.pooled = self._pooler.pool(plan, step.hidden, self._staging)
         self._stages.run(step, StepStage.COMMIT)
-        output.tokens = step.tokens
-        if plan.num_sampling:
-            self._link.publish(lambda: self.batcher.on_device(step))
-        return self._results.handle(output)
 
     def _take(self, step_id: int) -> tuple[DeviceStep, StepPlan]:
         """Return a step that `forward` has queued, and its plan, and forget it."""

@@ -17,7 +17,9 @@ from quire.types import (
     EngineDead,
     EngineInfo,
     EngineOutput,
+    EngineOutputs,
     EngineRequest,
+    OutputPart,
     QuireError,
     RequestError,
     RequestFailure,
@@ -40,7 +42,7 @@ class EngineClient(Protocol):
         """End the requests with these ids. Ids of finished requests are ignored."""
         ...
 
-    def poll(self, timeout_s: float) -> list[EngineOutput]:
+    def poll(self, timeout_s: float) -> EngineOutputs:
         """Return the available outputs, waiting up to `timeout_s` for the first one."""
         ...
 
@@ -81,7 +83,7 @@ class InProcessClient:
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine, self.info = engine, info
-        self._refused: list[EngineOutput] = []
+        self._refused: list[OutputPart] = []
         self._dead: str | None = None
 
     def add(self, request: EngineRequest) -> None:
@@ -95,19 +97,19 @@ class InProcessClient:
         for request_id in ids:
             self.engine.abort(request_id)
 
-    def poll(self, timeout_s: float) -> list[EngineOutput]:
+    def poll(self, timeout_s: float) -> EngineOutputs:
         self._raise_if_dead()
         outputs, self._refused = self._refused, []
         try:
             if self.engine.has_work:
                 with _deferred_interrupt():
-                    outputs += self.engine.step()
+                    outputs += self.engine.step().parts
                 if not self.engine.has_work:
                     self.engine.check()
         except Exception as error:
             self._dead = error_text(error)
             raise EngineDead(f"the engine stopped: {self._dead}") from error
-        return outputs
+        return EngineOutputs(outputs)
 
     def close(self) -> None:
         self._dead = self._dead or "it was closed"

@@ -9,10 +9,11 @@ from quire.types import (
     EngineInfo,
     EngineLive,
     EngineLoad,
-    EngineOutput,
+    EngineOutputs,
     EngineRequest,
     EngineStats,
     Figures,
+    OutputPart,
 )
 from quire.types.block_names import NameChanges
 
@@ -80,10 +81,15 @@ class Outputs(msgspec.Struct, tag=True):
     `names` has changes of the blocks that the prefix cache can find, if there are several replicas.
     """
 
-    outputs: list[EngineOutput]
+    parts: list[OutputPart]
     load: EngineLoad
     figures: Figures
     names: NameChanges = NameChanges()
+
+    @property
+    def outputs(self) -> EngineOutputs:
+        """Return the outputs, which can be read one by one."""
+        return EngineOutputs(self.parts)
 
 
 class Stats(msgspec.Struct, tag=True):

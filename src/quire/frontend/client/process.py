@@ -13,7 +13,7 @@ from quire import types
 from quire.config import EngineConfig
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
-from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
+from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutputs, EngineRequest, QuireError
 
 _STOP_S = 5.0  # time for an orderly exit, after which the process is killed
 
@@ -65,7 +65,6 @@ class ProcessClient:
         self.process, self._channel = start_engine_process()
         self._closing = weakref.finalize(self, _stop, self.process, self._channel)
         self._dead: str | None = None
-        self._outputs: list[EngineOutput] = []
         self._send(msg.StartEngine(config))
         if wait:
             self.await_ready()
@@ -76,9 +75,9 @@ class ProcessClient:
     def abort(self, ids: list[str]) -> None:
         self._send(msg.Abort(ids))
 
-    def poll(self, timeout_s: float) -> list[EngineOutput]:
+    def poll(self, timeout_s: float) -> EngineOutputs:
         message = self._receive(timeout_s)
-        return message.outputs if isinstance(message, msg.Outputs) else []
+        return message.outputs if isinstance(message, msg.Outputs) else EngineOutputs([])
 
     def close(self) -> None:
         self._dead = self._dead or "it was closed"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from quire.config import EngineConfig
 from quire.frontend.client.process import ProcessClient
 from quire.frontend.client.replica_config import replica_config
-from quire.types import EngineInfo, EngineOutput, EngineRequest
+from quire.types import EngineInfo, EngineOutputs, EngineRequest
 
 
 class ReplicatedClient:
@@ -49,18 +49,17 @@ class ReplicatedClient:
             if mine := [name for name in ids if self._place.get(name) == number]:
                 client.abort(mine)
 
-    def poll(self, timeout_s: float) -> list[EngineOutput]:
+    def poll(self, timeout_s: float) -> EngineOutputs:
         outputs = self._collect()
         if not outputs:
             select.select(self._clients, [], [], timeout_s)
             outputs = self._collect()
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._open[self._place.pop(output.id)] -= 1
+        for output in outputs.ended:
+            self._open[self._place.pop(output.id)] -= 1
         return outputs
 
-    def _collect(self) -> list[EngineOutput]:
-        return [output for client in self._clients for output in client.poll(0.0)]
+    def _collect(self) -> EngineOutputs:
+        return EngineOutputs([part for client in self._clients for part in client.poll(0.0).parts])
 
     def close(self) -> None:
         closing: list[Callable[[], None]] = [client.close for client in self._clients]

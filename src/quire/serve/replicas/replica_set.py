@@ -239,8 +239,9 @@ class ReplicaSet:
                 match message:
                     case msg.Outputs():
                         replica.report(message)
-                        self._listener.take_outputs(message.outputs, message.figures)
-                        self._settle(replica, message.outputs)
+                        outputs = message.outputs
+                        self._listener.take_outputs(outputs, message.figures)
+                        self._settle(replica, outputs.ended)
                     case msg.Stats() | msg.Live():
                         replica.answered(message)
                     case msg.Pong():
@@ -250,11 +251,10 @@ class ReplicaSet:
                 replica, str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}"
             )
 
-    def _settle(self, replica: Replica, outputs: Sequence[EngineOutput]) -> None:
+    def _settle(self, replica: Replica, ended: Sequence[EngineOutput]) -> None:
         """Count the requests that ended, and fill their places."""
-        ended = [output.id for output in outputs if output.finish_reason is not None]
-        for name in ended:
-            if (job := replica.end(name)) is not None:
+        for output in ended:
+            if (job := replica.end(output.id)) is not None:
                 self._charge(job, 1, last=not job.open_ids)
         if ended:
             self._dispatch()

@@ -2,13 +2,13 @@
 
     python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
                                         [--kernels NAME,...] [--sample] [--binary] [--forbid NAME,...]
-                                        [--loops NAME:BARRIERS]
+                                        [--most NAME:COUNT] [--loops NAME:BARRIERS]
 
 Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile, needs more
-shared memory than the target has, contains an instruction that `--forbid` names by its beginning, or has a loop with the
-instruction that `--loops` names and with more barriers than it allows. `--sample` takes only the first variant of each
-kernel in each model. Without `--binary`, `--forbid` or `--loops`, compilation stops before the assembler, when shared
-memory is already known.
+shared memory than the target has, contains an instruction that `--forbid` names by its beginning, has more instructions of
+the full name in `--most` than it allows, or has a loop with the instruction that `--loops` names and with more barriers
+than it allows. `--sample` takes only the first variant of each kernel in each model. Without `--binary`, `--forbid`,
+`--most` or `--loops`, compilation stops before the assembler, when shared memory is already known.
 
 A driver that only names its target replaces the device, and launches are recorded instead of run.
 """
@@ -572,6 +572,13 @@ def instructions(cubin: bytes, wanted: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
 
 
+def too_many(cubin: bytes, rule: str) -> str:
+    """Return how many instructions a kernel has of a name, if more than `rule` allows, such as LDGSTS.E:7; empty: no."""
+    name, _, most = rule.partition(":")
+    count = len(re.findall(rf"\b{re.escape(name)}(?![.\w])", get_sass(cubin)))
+    return f"{count} {name}" if count > int(most) else ""
+
+
 def waiting_loops(cubin: bytes, rule: str) -> str:
     """Return how many loops have more barriers than `rule` allows, such as REDUX:0 for loops with REDUX; empty: none."""
     lines, starts, waiting = get_sass(cubin).split("\n"), dict[str, int](), 0
@@ -586,12 +593,13 @@ def waiting_loops(cubin: bytes, rule: str) -> str:
 
 
 def compile_one(
-    item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str], loops: str
+    item: tuple[tuple[str, str], tuple[Any, str]], forbidden: Sequence[str], most: str, loops: str
 ) -> Compiled:
     (name, _), (kernel, data) = item
     try:
         done = kernel.preload(data)
         found = instructions(done.asm["cubin"], forbidden) if forbidden else ""
+        found = found or (too_many(done.asm["cubin"], most) if most else "")
         found = found or (waiting_loops(done.asm["cubin"], loops) if loops else "")
         return Compiled(name, done.metadata.shared, found and f"contains {found}")
     except Exception as error:  # any error of the compiler
@@ -632,7 +640,8 @@ def compile_for(
     forbidden = args.forbid.split(",") if args.forbid else []
     with ThreadPoolExecutor(args.threads) as pool:
         compiled = pool.map(
-            partial(compile_one, forbidden=forbidden, loops=args.loops), launches.kernels.items()
+            partial(compile_one, forbidden=forbidden, most=args.most, loops=args.loops),
+            launches.kernels.items(),
         )
         done = dict(zip(launches.kernels, compiled, strict=True))
     return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
@@ -659,11 +668,12 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")
     parser.add_argument("--forbid", default="")
+    parser.add_argument("--most", default="")
     parser.add_argument("--loops", default="")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     knobs.runtime.add_stages_inspection_hook = (
-        None if args.binary or args.forbid or args.loops else stop_at_assembler
+        None if args.binary or args.forbid or args.most or args.loops else stop_at_assembler
     )
     wrong: list[str] = []
     models = args.models.split(",")

@@ -106,6 +106,35 @@ def test_warps_do_not_exchange_numbers_in_loops_with_this_triton(
     check_loops(kernel, model, rule, tmp_path)
 
 
+# What slowed a kernel down, with an older Triton more than with a newer one, so these tests run with both, too.
+CHECKED = [
+    # Scales and blocks of keys are not loaded once for each column of scores: 19 to 124 copies of 4 bytes.
+    ("_short_kernel,_long_kernel,_shared_kernel", "coded_attention", ("--most", "LDGSTS.E:7")),
+]
+
+
+def check_instructions(kernels: str, part: str, rule: tuple[str, ...], folder: Path) -> None:
+    where = ("--models", "Qwen3-Next 80B-A3B", "--dtypes", "half", "--targets", "90", "--kernels", kernels)
+    done = compile_all(folder, *where, "--parts", part, *rule)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert any(kernel in done.stdout for kernel in kernels.split(","))
+
+
+@pytest.mark.parametrize(("kernels", "part", "rule"), CHECKED)
+def test_kernels_have_no_slow_instructions(
+    kernels: str, part: str, rule: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_instructions(kernels, part, rule, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernels", "part", "rule"), CHECKED)
+def test_kernels_have_no_slow_instructions_with_this_triton(
+    kernels: str, part: str, rule: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_instructions(kernels, part, rule, tmp_path)
+
+
 # Conversions that few units of a GPU run, and loads of single bytes from shared memory. Attention over FP8 keys and values
 # was slower than over bf16 ones while its inner loop had some for every number.
 SLOW = "F2F.BF16,F2F.F16,LDS.U8,LDS.S8"

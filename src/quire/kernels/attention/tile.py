@@ -34,6 +34,16 @@ def load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
         return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
 
 
+@triton.jit
+def loaded_once(offsets):
+    """Return `offsets` [N] in a form from which Triton loads each number, and what it leads to, only once.
+
+    Triton takes loads of fewer numbers than threads for cheap, and repeats them for each of their users in the layout of
+    that user, in which a thread may have 16 of them. It repeats no scan, which here is one of single numbers.
+    """
+    return tl.reshape(tl.cumsum(offsets[:, None], 1), [offsets.shape[0]])
+
+
 ALL_KEYS, LAST_KEYS, OWN_CHUNK = 0, 1, 2  # values of a kernel's WINDOW
 
 
@@ -74,7 +84,10 @@ def attend_tile(
     pos = start + tl.arange(0, BLOCK_N)
     # Past the end, load the last key again instead of masking; no query sees it.
     there = tl.minimum(pos, end - 1)
-    block = tl.load(table + there // BLOCK_SIZE)
+    place = there // BLOCK_SIZE
+    if CODED and BLOCK_N < 128:  # no program of codes has fewer threads
+        place = loaded_once(place)
+    block = tl.load(table + place)
     offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
     k = load_rows(keys, offsets, DIM, DIM_PAD)
     of_score = scale

@@ -110,6 +110,7 @@ def test_warps_do_not_exchange_numbers_in_loops_with_this_triton(
 CHECKED = [
     # Scales and blocks of keys are not loaded once for each column of scores: 19 to 124 copies of 4 bytes.
     ("_short_kernel,_long_kernel,_shared_kernel", "coded_attention", ("--most", "LDGSTS.E:7")),
+    ("_relate", "states", ("--forbid", "LDL,STL")),  # no registers in memory
 ]
 
 

@@ -109,7 +109,7 @@ def _relate_channels(
     rate = tl.load(beta + at * heads + head, mask=there, other=0.0)
     to = (at[:, None] * heads + head) * CHUNK + place[None, :]
     tl.store(inner + to, among_q.to(kind), mask=there[:, None])
-    own = inverse(among_k * rate[:, None], CHUNK, WIDE, SMALL_PRECISION) * rate[None, :]
+    own = inverse(among_k * -rate[None, :], CHUNK, WIDE, SMALL_PRECISION) * rate[:, None]
     tl.store(solved + to, own.to(kind), mask=there[:, None])
 
 

@@ -293,7 +293,7 @@ class EngineConfig:
     )
     persistent_kernel: bool = _kernels(
         True,
-        "run decode steps of 1, 2 or 4 rows as one kernel: dense Llama and Qwen models in bf16 or FP8 on a Hopper GPU",
+        "run decode steps of 1, 2 or 4 rows as one kernel: dense Llama and Qwen models in bf16, FP8 or INT4 on a Hopper GPU",
     )
     cpu_kernels: bool = _kernels(
         True, "run small steps on a CPU with C kernels, which are compiled at the first start"

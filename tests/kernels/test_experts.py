@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from quire.kernels.experts.router import norm_and_route, route_all, router_logit
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.fused_experts import FusedExperts
 from quire.layers.mlp import gated
-from quire.layers.moe import GroupedMLPs, SortedExperts, masked_product
+from quire.layers.moe import GroupedMLPs, InputWeighted, SortedExperts, masked_product
 from quire.layers.routing import choose_experts
 from quire.layers.routing_params import Routing
 
@@ -254,6 +254,25 @@ TILES = [GroupedTile(16, 32, 32, 4, 2, False), GroupedTile(64, 32, 16, 4, 2, Tru
 @pytest.mark.parametrize("case", FEW, ids=lambda case: str(case.tokens))
 def test_few_tokens_interpreted(case: ExpertCase, early: bool) -> None:
     case.check(case.few(early))
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_weighted_inputs_interpreted(tokens: int, top_k: int) -> None:
+    """With one expert for each token (Llama 4), few tokens keep the kernels that read chosen experts only."""
+    case, seen = ExpertCase(tokens, 6, top_k, 32, 16), []
+    case.choice = replace(case.choice, weights=case.choice.weights * 0.5)
+    fused, weights = FusedExperts(case.weights, case.kind), case.weights
+
+    def run(x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        seen.append(choice)
+        return fused(x, choice)
+
+    plain = SortedExperts(GroupedMLPs(weights, gated(case.kind, None), masked_product))
+    got, wanted = (InputWeighted(experts)(case.x, case.choice) for experts in (run, plain))
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    assert (seen[0].active is not None) == (top_k == 1 and tokens <= FEW_TOKENS)
 
 
 ONE = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -225,7 +226,9 @@ class InputWeighted:
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         tokens, top_k = choice.ids.shape
         weighted = x.unsqueeze(1) * choice.weights.to(x.dtype).unsqueeze(-1)  # [tokens, top_k, hidden]
-        single = ExpertChoice(choice.ids.reshape(-1, 1), torch.ones_like(choice.weights).view(-1, 1))
+        ones = torch.ones_like(choice.weights).view(-1, 1)
+        # With one expert for each token, it stays known which were chosen, and how often.
+        single = replace(choice, weights=ones) if top_k == 1 else ExpertChoice(choice.ids.view(-1, 1), ones)
         return self.experts(weighted.flatten(0, 1), single).view(tokens, top_k, -1).sum(1)
 
 

@@ -296,11 +296,12 @@ def test_many_tokens_interpreted(case: ExpertCase, tile: GroupedTile) -> None:
     case.check(case.many(tile, tile))
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(20, 4), (513, 11)])
-@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tile", "counted"),
+    [(20, 4, 16, True), (20, 4, 32, True), (20, 4, 16, False), (513, 11, 16, True), (513, 11, 32, True)],
+)
 @pytest.mark.parametrize("tokens", [17, 70, 600])
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "ids only"])
-def test_rows_are_grouped_by_expert(tokens: int, tile: int, experts: int, top_k: int, counted: bool) -> None:
+def test_rows_are_grouped_by_expert(tokens: int, experts: int, top_k: int, tile: int, counted: bool) -> None:
     """Every row is in the part of its expert, in the order of tokens, and in one tile."""
     torch.manual_seed(tokens)
     choice = route(torch.randn(tokens, experts, device=DEVICE), None, rule_arguments(experts, top_k))

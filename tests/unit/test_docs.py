@@ -34,6 +34,7 @@ NOT_OURS = {
 FOREIGN_FLAGS = {
     "--build", "--profile", "--gpus", "--rm", "--name", "--ipc", "--shm-size", "--stop-timeout", "--target", "--tag",
     "--target-dir", "--build-arg", "--memory", "--init", "--no-cache", "--constraint", "--upgrade", "--editable", "--index-url",
+    "--dist",
 }  # fmt: skip
 # Classes and constants of the standard library, of torch or of an API.
 FOREIGN_NAMES = {

@@ -90,7 +90,7 @@ class LLM:
             self.client.close()
             raise
         self._assembler = OutputAssembler()
-        # Changed requests that their own calls have not seen yet, by id().
+        # Changed requests that their own calls have not seen yet, as an ordered set.
         self._changed: dict[RequestState, None] = {}
         self._count = 0
         self._renderer: TemplateRenderer | None = None  # made by the first chat, because it starts a process

@@ -37,6 +37,7 @@ PROMPT, TOKENS = 24, 8
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     """Write a small random model in bf16."""
+    folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -69,16 +70,6 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("dense"), CONFIG)
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("moe"), MOE)
 
 
 def log_probabilities(folder: Path, rows: int, **settings: Any) -> list[list[dict[int, float]]]:
@@ -115,24 +106,20 @@ def check_checkpoint(folder: Path, rows: int, **settings: Any) -> None:
     assert distance(found, expected) < 1.5
 
 
-@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize(
+    "config, rows",
+    [(CONFIG, 1), (CONFIG, 4), (CONFIG, 20), (MOE, 1), (MOE, 20)],
+    ids=["dense, 1", "dense, 4", "dense, 20", "experts, 1", "experts, 20"],
+)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_stored_format_computes_what_it_does_on_a_cpu(
-    dense: Path, tmp_path: Path, form: Conversion, rows: int
+    config: dict[str, Any], rows: int, form: Conversion, tmp_path: Path
 ) -> None:
-    quantise_checkpoint(dense, tmp_path / form, form, 128, torch.device("cpu"))
+    plain = write_model(tmp_path / "plain", config)
+    quantise_checkpoint(plain, tmp_path / form, form, 128, torch.device("cpu"))
     check_checkpoint(tmp_path / form, rows)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_conversion_computes_what_it_does_on_a_cpu(dense: Path, form: Conversion) -> None:
-    check_checkpoint(dense, 4, quantization=form)
-
-
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("form", FORMATS)
-def test_experts_in_a_stored_format_compute_what_they_do_on_a_cpu(
-    moe: Path, tmp_path: Path, form: Conversion, rows: int
-) -> None:
-    quantise_checkpoint(moe, tmp_path / form, form, 128, torch.device("cpu"))
-    check_checkpoint(tmp_path / form, rows)
+def test_a_conversion_computes_what_it_does_on_a_cpu(form: Conversion, tmp_path: Path) -> None:
+    check_checkpoint(write_model(tmp_path, CONFIG), 4, quantization=form)

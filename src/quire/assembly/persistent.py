@@ -43,7 +43,7 @@ class PersistentDecoder:
         model: the decoder, which `unsuited` takes.
         block_size: of the KV cache, in tokens.
         device: a Hopper GPU.
-        when_loaded: of the model's weights.
+        when_loaded: runs an action once the model's weights are in place, as `Weights.when_loaded` does.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class PersistentDecoder:
         self._scales = [
             [_kernel_scales(linear.multiply) for linear in _linears(each)] for each in self._layers
         ]
-        when_loaded(self._fill_scales)
+        if self._sizes.weights == "int4":
+            when_loaded(self._fill_scales)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         schedules = [Schedule(self._sizes, rows, block_size, blocks) for rows in _ROWS]
         schedules = [schedule for schedule in schedules if schedule.fits]
@@ -123,10 +124,9 @@ class PersistentDecoder:
         for layer, scales in zip(self._layers, self._scales, strict=True):
             for kind, (linear, words) in enumerate(zip(_linears(layer), scales, strict=True)):
                 product = linear.multiply
-                if words is not None and _product_format(product) == "int4":
-                    assert isinstance(product, PackedCodesMatmul)
-                    weight = product.weight
-                    words.copy_(scale_words(weight.scale, weight.zero, gated=kind == _GATE_UP))
+                assert words is not None and isinstance(product, PackedCodesMatmul)
+                weight = product.weight
+                words.copy_(scale_words(weight.scale, weight.zero, gated=kind == _GATE_UP))
 
     def _step(self, rows: int) -> DecodeStep:
         step = self._steps.get(rows)
@@ -175,7 +175,8 @@ def decoder_sizes(model: DecoderModel) -> DecoderSizes:
     """Return the sizes of a decoder whose weights the kernel reads."""
     spec, weights = model.spec, _weight_format(model)
     assert weights is not None
-    vocab = spec.vocab_size if isinstance(_head_product(model), FewRowsMatmul) else 0  # a kernel of its own
+    # The kernel reads heads in bf16 only. Without one it ends with the hidden states.
+    vocab = spec.vocab_size if isinstance(_head_product(model), FewRowsMatmul) else 0
     return DecoderSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.num_layers,
         vocab, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,

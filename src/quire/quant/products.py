@@ -2,7 +2,8 @@
 
 A fast product is offered by a function in `FAST`, tried in order. On a GPU the numbers of a weight may still be on
 their way when its product is built: only shapes and dtypes are known until the checkpoint is finished. A product that
-wants another order of the numbers rearranges them in place, in a function passed to `Weights.when_loaded`.
+wants another order of the numbers rearranges them in a function passed to `Weights.when_loaded`. Steps are captured
+before that, so the memory that its kernels read must not move (kernel_order.py).
 """
 
 from __future__ import annotations

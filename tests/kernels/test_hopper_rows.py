@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for
+from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for, variants_for
 from quire.kernels.hopper.lane_order import lane_order
 from quire.kernels.hopper.rows import FORMATS, KINDS, RowsWeight, Variant, rows_product, takes
 from quire.kernels.matmul.packed import half_for, reorder_nibbles
@@ -39,18 +39,19 @@ SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (5120, 3072), 
 @pytest.mark.parametrize(("format", "shape"), itertools.product(FORMATS, SHAPES))
 def test_every_chosen_variant_fits(format: str, shape: tuple[int, int]) -> None:
     outputs, inputs = shape
-    for rows in range(1, most_rows_for(format, inputs, True) + 1):
+    for rows in range(1, most_rows_for(format, outputs, inputs, True) + 1):
         for group, half in ((128, 128), (64, 64)) if format == "int4" else ((0, 128),):
             variant, split = variant_for(
                 format, rows, outputs, inputs, torch.bfloat16, "silu", 132, group, half
             )
             stages_w, stages_x = variant.stages
             assert variant.fits and variant.shared_bytes <= SHARED_BYTES
-            assert rows <= variant.rows <= 256 and variant.rows % 8 == 0
-            assert min(stages_w, stages_x) >= 2 and (format != "int4" or stages_x > 4)
-            steps = -(-inputs * {"half": 2, "fp8": 1, "int4": 0.5}[format] // 128)
+            assert variant.rows <= 256 and variant.rows % 8 == 0 and variant.rows < rows + 64
+            assert min(stages_w, stages_x) >= 2
+            steps = -(-inputs * {"half": 2, "fp8": 1, "int4": 0.5, "int8": 1}[format] // 128)
             assert 1 <= split <= 8 and split <= steps  # every block of a cluster has a step
-            assert split == 1 or -(-outputs // variant.outs) * split <= 132
+            blocks = -(-outputs // variant.outs) * -(-rows // variant.rows)
+            assert split == 1 or blocks * split <= 132
 
 
 def test_few_variants_are_compiled() -> None:
@@ -63,6 +64,16 @@ def test_few_variants_are_compiled() -> None:
     assert len(variants) == 4
 
 
+@pytest.mark.parametrize(("format", "shape"), itertools.product(("half", "int4", "int8"), SHAPES))
+def test_every_variant_is_known_before_it_is_needed(format: str, shape: tuple[int, int]) -> None:
+    """A variant that a step is the first to need is compiled while all wait: for seconds."""
+    sizes = (*shape, torch.bfloat16, None, 132)
+    known = variants_for(format, *sizes)
+    most = most_rows_for(format, *shape, False)
+    assert {variant_for(format, rows, *sizes)[0] for rows in range(LEAST_ROWS, most + 1)} <= known
+    assert len(known) < 10
+
+
 def test_the_source_names_what_differs() -> None:
     one = Variant(64, 128, torch.bfloat16)
     others = [
@@ -71,6 +82,7 @@ def test_the_source_names_what_differs() -> None:
         Variant(64, 128, torch.float16),
         Variant(64, 128, torch.bfloat16, "fp8"),
         Variant(64, 128, torch.bfloat16, "int4", None, 128, 64),
+        Variant(64, 128, torch.bfloat16, "int8"),
         Variant(64, 128, torch.bfloat16, "half", "relu"),
     ]
     texts = {(v.source(), v.options("sm_90a")) for v in (one, *others)}
@@ -112,6 +124,13 @@ def make_nibbles(
     return RowsWeight(reorder_nibbles(codes, half), scale, zero), numbers, half
 
 
+def make_bytes(outputs: int, inputs: int) -> tuple[RowsWeight, Tensor]:
+    """Return a weight of signed integers and its numbers."""
+    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device=CUDA)
+    scale = torch.rand(outputs, device=CUDA) / 64 / inputs**0.5
+    return RowsWeight(codes, scale), codes.float() * scale[:, None]
+
+
 def reference(
     product: Tensor, bias: Tensor | None, kind: str | None, residual: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -140,7 +159,7 @@ def test_rows_are_multiplied(format: str, shape: tuple[int, int], kind: str | No
     outputs, inputs = shape
     if format == "int4" and outputs % 128:
         pytest.skip("rows of codes are a multiple of 128")
-    dtype, most = torch.bfloat16, most_rows_for(format, inputs, kind is not None)
+    dtype, most = torch.bfloat16, most_rows_for(format, outputs, inputs, kind is not None)
     sms = torch.cuda.get_device_properties(CUDA).multi_processor_count
     bias = values(outputs, dtype=dtype, seed=1)
     group, half, scales, weight_scale = 0, 128, None, None
@@ -148,6 +167,9 @@ def test_rows_are_multiplied(format: str, shape: tuple[int, int], kind: str | No
         group = 64 if inputs % 256 else 128
         weight, numbers, half = make_nibbles(outputs, inputs, group, kind is None, dtype)
         weight = RowsWeight(weight.weight, weight.scale, weight.zero, bias)
+    elif format == "int8":
+        weight, numbers = make_bytes(outputs, inputs)
+        weight = RowsWeight(weight.weight, weight.scale, None, bias)
     elif format == "fp8":
         numbers = values(outputs, inputs).to(torch.float8_e4m3fn)
         weight_scale = torch.rand(outputs, device=CUDA) / inputs**0.5
@@ -157,7 +179,7 @@ def test_rows_are_multiplied(format: str, shape: tuple[int, int], kind: str | No
         weight = RowsWeight(numbers, bias=bias)
     if not takes(weight.weight):
         pytest.skip("not a weight of the kernel")
-    for rows in sorted({1, LEAST_ROWS, 33, 64, 65, 100, most - 1, most} & set(range(1, most + 1))):
+    for rows in sorted({1, LEAST_ROWS, 33, 64, 65, 100, 129, 200, most - 1, most} & set(range(1, most + 1))):
         x = values(rows, inputs, seed=2).to(numbers.dtype if format == "fp8" else dtype)
         product = x.float() @ numbers.float().t()
         if weight_scale is not None:
@@ -165,7 +187,7 @@ def test_rows_are_multiplied(format: str, shape: tuple[int, int], kind: str | No
             product = product * scales * weight_scale
         residual = None if kind else values(rows, outputs, dtype=dtype, seed=3)
         variant, split = variant_for(format, rows, outputs, inputs, dtype, kind, sms, group, half)
-        ordered = lane_order(x) if format == "int4" else x
+        ordered = lane_order(x) if variant.in_registers else x
         got = rows_product(ordered, weight, variant, split, scales, residual)
         assert_near(got, reference(product, bias, kind, residual, dtype), 1e-2 if format == "fp8" else 4e-3)
         for _ in range(3):  # equal in every run
@@ -179,6 +201,37 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
     x = values(40, 1024, dtype=dtype)
     got = rows_product(x, RowsWeight(numbers), Variant(64, 128, dtype, "half", kind), 2)
     assert_near(got, reference(x.float() @ numbers.float().t(), None, kind, None, dtype), 4e-3)
+
+
+TILES = [
+    pytest.param(*case, marks=on_hopper)
+    for case in itertools.product(FORMATS, (128, 256), (1, 3), (None, "silu"))
+]
+
+
+@pytest.mark.parametrize(("format", "outs", "split", "kind"), TILES)
+def test_further_rows_are_further_tiles(format: str, outs: int, split: int, kind: str | None) -> None:
+    """Rows do not depend on the tiles that they are divided into: of 64, the last one partly filled."""
+    outputs, inputs, dtype = 1280, 1024, torch.bfloat16
+    if format == "int4":
+        weight, _, half = make_nibbles(outputs, inputs, 128, True, dtype)
+    elif format == "int8":
+        (weight, _), half = make_bytes(outputs, inputs), 128
+    elif format == "fp8":
+        codes = values(outputs, inputs).to(torch.float8_e4m3fn)
+        weight, half = RowsWeight(codes, torch.rand(outputs, device=CUDA)), 128
+    else:
+        weight, half = RowsWeight(values(outputs, inputs, dtype=dtype)), 128
+    x = values(150, inputs, seed=1).to(torch.float8_e4m3fn if format == "fp8" else dtype)
+    scales = torch.rand(150, 1, device=CUDA) if format == "fp8" else None
+    variant = Variant(64, outs, dtype, format, kind, 128 if format == "int4" else 0, half)
+    x = lane_order(x) if variant.in_registers else x
+    got = rows_product(x, weight, variant, split, scales)
+    alone = [
+        rows_product(rows.contiguous(), weight, variant, split, None if scales is None else part)
+        for rows, part in zip(x.split(64), (scales if scales is not None else x).split(64), strict=True)
+    ]
+    assert torch.equal(got, torch.cat(alone))
 
 
 @pytest.mark.parametrize("place", [pytest.param(place, marks=on_hopper) for place in (0, 17, 39)])

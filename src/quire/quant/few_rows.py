@@ -49,7 +49,8 @@ class FewRowsMatmul(FusingMatmul):
         return half and weight.shape[1] % 16 == 0 and weight.is_contiguous()
 
     def _most_hopper_rows(self, gated: bool) -> int:
-        return most_rows_for("half", self.weight.shape[1], gated) if self.on_hopper else 0
+        outputs, inputs = self.weight.shape
+        return most_rows_for("half", outputs, inputs, gated) if self.on_hopper else 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from quire.kernels.activation import gated
 from quire.kernels.hopper import rows as hopper
-from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for
+from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for, variants_for
 from quire.kernels.hopper.lane_order import lane_order
+from quire.kernels.jit import compiles_only
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
 from quire.kernels.matmul.nibble_gemv import nibble_gemv, takes_nibbles
@@ -106,6 +107,7 @@ class PackedCodesMatmul(FusingMatmul):
     ) -> None:
         self.order = KernelOrder.of(weight, form)
         self.weight, self.form, self.bias, self.dtype = self.order.ordered, form, bias, dtype
+        self.numbers = weight.codes.view(torch.int8 if weight.format == "byte" else torch.float8_e4m3fn)
         self.rounding = form.rounding if isinstance(form, Fp8Weight) else "none"
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
@@ -115,7 +117,11 @@ class PackedCodesMatmul(FusingMatmul):
         is_whole = weight.outputs % multiples[0] == 0
         self.rounds = self.rounding != "none" and is_whole and target_of(weight.codes.device).capability >= 90
         self.narrow_rows = NARROW_ROWS if takes_rows(weight) else ANY_ROWS
-        self.most_in_registers = rows_in_registers(self.rounds, weight.outputs, takes_rows(weight))
+        self.on_hopper = self._weight_on_hopper()
+        self.most_in_registers = max(
+            rows_in_registers(self.rounds, weight.outputs, takes_rows(weight)),
+            0 if self.rounds else self._most_hopper_rows(None),
+        )
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
         self.in_library = is_whole and weight.inputs % multiples[1] == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
@@ -129,13 +135,13 @@ class PackedCodesMatmul(FusingMatmul):
         self.added_rows = most_in_kernels if self.by_group else min(self.fused_rows, self.most_unscaled)
         if many_in_fp8 and (self.by_group or takes_scales):
             most_with_gate = self.most_in_fp8 if self.by_group else self.most_unscaled
-            self.apart_rows = 1 + max(most_with_gate, most_rows_for("fp8", weight.inputs, True))
+            self.apart_rows = 1 + max(
+                most_with_gate, most_rows_for("fp8", weight.outputs, weight.inputs, True)
+            )
         if self.rounds:
             self.gated_rows = 1 + self.most_in_registers
-        self.numbers = weight.codes.view(torch.int8 if weight.format == "byte" else torch.float8_e4m3fn)
         self.library_scale = weight.scale.mT
         self.row_scale = self.weight.scale.view(1, -1) if weight.group == 0 else self.weight.scale
-        self.on_hopper = self._weight_on_hopper()
         device = weight.codes.device
         self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
@@ -163,23 +169,31 @@ class PackedCodesMatmul(FusingMatmul):
             return hopper.RowsWeight(self.numbers, w.scale.float(), bias=self.bias)
         if w.format == "int4" and takes_rows(w) and w.half >= 64 and hopper.takes(w.codes):
             return hopper.RowsWeight(w.codes, w.scale.to(self.dtype), w.zero, self.bias)
+        if w.format == "byte" and w.group == 0 and hopper.takes(self.numbers):
+            return hopper.RowsWeight(self.numbers, w.scale.float(), bias=self.bias)
         return None
+
+    def _most_hopper_rows(self, kind: str | None) -> int:
+        if self.on_hopper is None:
+            return 0
+        w = self.weight
+        return most_rows_for(self.on_hopper.format, w.outputs, w.inputs, kind is not None)
 
     def _suits_hopper(self, rows: int, kind: str | None) -> bool:
         """Return whether the kernel of Hopper multiplies so many rows, and is faster than the others."""
-        least = LEAST_ROWS if self.weight.half else self.most_in_registers + 1
-        most = most_rows_for(self.weight.format, self.weight.inputs, kind is not None)
-        return self.on_hopper is not None and least <= rows <= most
+        least = self.most_in_registers + 1 if self.rounds else LEAST_ROWS
+        return least <= rows <= self._most_hopper_rows(kind)
 
     def _multiply_on_hopper(
         self, x: torch.Tensor, scales: torch.Tensor | None, residual: torch.Tensor | None, kind: str | None
     ) -> torch.Tensor:
         w, rows = self.weight, x.shape[0]
         assert self.on_hopper is not None
-        sms = target_of(x.device).sms
-        variant, split = variant_for(
-            w.format, rows, w.outputs, w.inputs, self.dtype, kind, sms, w.group, w.half or 128
-        )
+        sizes = w.outputs, w.inputs, self.dtype, kind, target_of(x.device).sms, w.group, w.half or 128
+        variant, split = variant_for(self.on_hopper.format, rows, *sizes)
+        if compiles_only():  # of other numbers of rows too: compiling one between steps would take seconds
+            for other in variants_for(self.on_hopper.format, *sizes):
+                hopper.prepare(other, x.device)
         return hopper.rows_product(x, self.on_hopper, variant, split, scales, residual)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +210,7 @@ class PackedCodesMatmul(FusingMatmul):
             if self.weight.half:
                 return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
-        if self.weight.half and self._suits_hopper(rows, kind):
+        if not self.rounds and self._suits_hopper(rows, kind):
             return self._multiply_on_hopper(lane_order(x), None, residual, kind)
         if rows <= self.most_in_registers:
             product = nibble_rows if rows > self.narrow_rows else packed_product

@@ -6,10 +6,11 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
-// Values of FORMAT: 16-bit numbers, e4m3, codes of 4 bits.
+// Values of FORMAT: 16-bit numbers, e4m3, codes of 4 bits, signed integers of 8 bits.
 #define BITS16 0
 #define FP8 1
 #define INT4 2
+#define INT8 3
 
 DEVICE u32 address_of(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 

@@ -1,6 +1,6 @@
 // `consume` for numbers that the matrix units read from shared memory: 16-bit ones and e4m3.
 
-DEVICE void consume(float (&sums)[SUMS], const Arguments& a, Ring w, Ring x, u32 tile, u32 begin, u32 end) {
+DEVICE void consume(float (&sums)[SUMS], const Arguments& a, Ring w, Ring x, u32 begin, u32 end) {
     const u32 warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
     u32 w_before = 0, x_before = 0;
     for (u32 step = begin; step < end; ++step) {

@@ -1,6 +1,7 @@
 // y = x W^T for 17 to 256 rows of x on Hopper's matrix units: bound by reading W, or by the matrix rate.
 //
-// A matrix instruction takes 64 outputs and all rows of x, so that few rows waste nothing: it computes y^T = W x^T. Two
+// A matrix instruction takes 64 outputs and up to ROWS rows of x, so that few rows waste nothing: it computes y^T = W x^T.
+// More rows are a second tile of rows, for which other blocks read W again, from the L2 cache. Two
 // threads send tiles of W and of x through rings in shared memory (TMA), and two or four warpgroups multiply. The tiles of
 // W that fill its ring first are requested before the kernel waits for the one that computes x.
 //
@@ -9,7 +10,7 @@
 //
 // In shared memory: tiles of W, tiles of x, barriers, scales.
 //
-// Defined by rows.py: ROWS (of x, padded), OUTS, W_STAGES, X_STAGES, FORMAT, HALF and GROUP (of 4-bit codes),
+// Defined by rows.py: ROWS (of a tile of x), OUTS, W_STAGES, X_STAGES, FORMAT, HALF and GROUP (of 4-bit codes),
 // FP16, GATED, KIND, and `multiply`, the matrix instruction.
 
 DEVICE float activate(float x) {
@@ -27,12 +28,13 @@ struct Sums {
     float v[4];
 };
 
-// Returns the words of two neighbouring outputs, and of those 8 behind, for row 8 j + lane / 4 of x.
-DEVICE void scaled(Sums s, const Arguments& a, u32 row, bool real, u32 j, u32 lane, u32 (&words)[2]) {
-    if (FORMAT == FP8 && real) {
+// Returns the words of two neighbouring outputs, and of those 8 behind, for row m + lane / 4 of x.
+DEVICE void scaled(Sums s, const Arguments& a, u32 row, bool real, u32 m, u32 lane, u32 (&words)[2]) {
+    if ((FORMAT == FP8 || FORMAT == INT8) && real) {
         const float* scale = (const float*)a.w_scale;
-        const u32 m = 8 * j + lane % 4 * 2;
-        const float x0 = m < a.rows ? a.x_scale[m] : 0, x1 = m + 1 < a.rows ? a.x_scale[m + 1] : 0;
+        const u32 m0 = m + lane % 4 * 2, m1 = m0 + 1;
+        const float x0 = FORMAT == INT8 ? 1 : m0 < a.rows ? a.x_scale[m0] : 0;
+        const float x1 = FORMAT == INT8 ? 1 : m1 < a.rows ? a.x_scale[m1] : 0;
         s.v[0] *= x0 * scale[row], s.v[1] *= x1 * scale[row], s.v[2] *= x0 * scale[row + 8], s.v[3] *= x1 * scale[row + 8];
     }
     const float offset0 = a.bias && real ? as_float16(a.bias[row]) : 0.0f;
@@ -49,7 +51,7 @@ DEVICE Sums summed(u32 parts, u32 place) {
 }
 
 // Writes the rows of x that are this block's share: scales, bias, activation, residual.
-DEVICE void finish(const Arguments& a, u32 parts, u32 tile, u32 part) {
+DEVICE void finish(const Arguments& a, u32 parts, u32 tile, u32 first_of_x, u32 part) {
     constexpr u32 J = ROWS / 8, VALUES = CONSUMERS / 2;  // with gates, the first thread that holds values
     const u32 thread = GATED ? threadIdx.x % VALUES : threadIdx.x;
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -61,10 +63,10 @@ DEVICE void finish(const Arguments& a, u32 parts, u32 tile, u32 part) {
     for (u32 j = begin + (GATED ? threadIdx.x / VALUES : 0); j < end; j += GATED ? 2 : 1) {
         const u32 place = j * CONSUMERS + thread;
         u32 words[2], values[2] = {0, 0};
-        scaled(summed(parts, place), a, row, row < rows_of_w, j, lane, words);
+        const u32 m0 = first_of_x + 8 * j, m = m0 + lane / 4;
+        scaled(summed(parts, place), a, row, row < rows_of_w, m0, lane, words);
         if (GATED)
-            scaled(summed(parts, place + VALUES), a, row + a.outputs, row + a.outputs < rows_of_w, j, lane, values);
-        const u32 m = 8 * j + lane / 4;
+            scaled(summed(parts, place + VALUES), a, row + a.outputs, row + a.outputs < rows_of_w, m0, lane, values);
 #pragma unroll
         for (u32 k = 0; k < 2; ++k) {
             if (GATED) {
@@ -88,7 +90,8 @@ rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ Te
     const u32 beside = barriers + 16 * (W_STAGES + X_STAGES);
     const Ring w(base, barriers, beside, W_BYTES, W_STAGES);
     const Ring x(base + W_STAGES * W_BYTES, barriers + 16 * W_STAGES, 0, X_BYTES, X_STAGES);
-    const u32 split = blocks_in_cluster(), part = rank_in_cluster(), tile = blockIdx.x / split;
+    const u32 split = blocks_in_cluster(), part = rank_in_cluster(), tiles_of_x = (a.rows + ROWS - 1) / ROWS;
+    const u32 tile = blockIdx.x / split / tiles_of_x, first_of_x = blockIdx.x / split % tiles_of_x * ROWS;
     const u32 begin = a.steps * part / split, end = a.steps * (part + 1) / split;
     launch_next_kernel();
     if (threadIdx.x == 0) {
@@ -106,19 +109,19 @@ rows_product(const __grid_constant__ TensorMap w_map, const __grid_constant__ Te
     if (threadIdx.x >= CONSUMERS) {
         give_registers();
         if (threadIdx.x == CONSUMERS) fetch_w(&w_map, a, w, tile, begin, end);
-        if (threadIdx.x == CONSUMERS + 32) fetch_x(&x_map, x, begin, end);
+        if (threadIdx.x == CONSUMERS + 32) fetch_x(&x_map, x, first_of_x, begin, end);
         __syncwarp();
         sync_cluster();
     } else {
         take_registers();
         wait_for_previous_kernel();
         float sums[SUMS];
-        consume(sums, a, w, x, tile, begin, end);
+        consume(sums, a, w, x, begin, end);
         sync_consumers();  // nobody reads the rings any more
 #pragma unroll
         for (u32 j = 0; j < ROWS / 8; ++j) store_sums(base + (j * CONSUMERS + threadIdx.x) * 16, &sums[4 * j]);
         sync_cluster();  // all parts are there
-        finish(a, base, tile, part);
+        finish(a, base, tile, first_of_x, part);
     }
     sync_cluster();  // others may still read this block's memory
 }

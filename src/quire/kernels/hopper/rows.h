@@ -4,7 +4,7 @@ constexpr u32 WARPGROUPS = OUTS / 64;   // warpgroups that multiply, each 64 row
 constexpr u32 CONSUMERS = 128 * WARPGROUPS;
 constexpr u32 W_BYTES = OUTS * 128;       // of a step: 128 bytes of each row of W
 constexpr u32 X_BYTES = ROWS * 128;
-constexpr u32 X_PER_W = FORMAT == INT4 ? 4 : 1;  // tiles of x for a tile of W
+constexpr u32 X_PER_W = FORMAT == INT4 ? 4 : FORMAT == INT8 ? 2 : 1;  // tiles of x for a tile of W
 constexpr u32 X_COLUMNS = FORMAT == FP8 ? 128 : 64;
 constexpr u32 W_COLUMNS = FORMAT == BITS16 ? 64 : 128;  // elements of the map of W
 constexpr u32 SUMS = ROWS / 2;            // of a thread
@@ -20,7 +20,7 @@ struct Arguments {
     u16* y;
     const u16* bias;      // [outputs of W], or null
     const u16* residual;  // like y, or null
-    const void* w_scale;  // FP8: float [outputs of W]; INT4: bf16 or fp16 [groups, outputs of W]
+    const void* w_scale;  // FP8, INT8: float [outputs of W]; INT4: bf16 or fp16 [groups, outputs of W]
     const u8* w_zero;     // INT4: [groups, outputs of W], or null
     const float* x_scale; // FP8: [rows]
     u32 rows;
@@ -78,11 +78,18 @@ DEVICE void fetch_w(const TensorMap* map, const Arguments& a, Ring ring, u32 til
     }
 }
 
-DEVICE void fetch_x(const TensorMap* map, Ring ring, u32 begin, u32 end) {
+// The columns of x in the order in which a tile of W needs them: of its bytes, the lower halves and then the upper ones.
+DEVICE u32 column_of_x(u32 step, u32 part) {
+    const u32 place = FORMAT == INT4 && HALF == 128 ? part / 2 + part % 2 * 2 : part;
+    return (step * X_PER_W + place) * X_COLUMNS;
+}
+
+DEVICE void fetch_x(const TensorMap* map, Ring ring, u32 first_row, u32 begin, u32 end) {
     wait_for_previous_kernel();
-    for (u32 step = begin * X_PER_W; step < end * X_PER_W; ++step, ring.advance()) {
-        wait_for(ring.when_empty(), ring.phase ^ 1);
-        expect_bytes(ring.when_full(), X_BYTES);
-        fetch(ring.tile(), map, step * X_COLUMNS, 0, ring.when_full());
-    }
+    for (u32 step = begin; step < end; ++step)
+        for (u32 part = 0; part < X_PER_W; ++part, ring.advance()) {
+            wait_for(ring.when_empty(), ring.phase ^ 1);
+            expect_bytes(ring.when_full(), X_BYTES);
+            fetch(ring.tile(), map, column_of_x(step, part), first_row, ring.when_full());
+        }
 }

@@ -1,4 +1,4 @@
-"""y = x W^T for 17 to 256 rows of x on Hopper: `rows_product`, the launch of rows.cu."""
+"""y = x W^T for 17 to some hundred rows of x on Hopper: `rows_product`, the launch of rows.cu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from quire.kernels.jit import compiles_only
 from quire.kernels.target import log_choice, target_of
 
 _FOLDER = Path(__file__).parent
-FORMATS = ("half", "fp8", "int4")
+_FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.uint8: "int4", torch.int8: "int8"}
+FORMATS = ("half", "fp8", "int4", "int8")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
 _BESIDE = 1024 + 1024 + 512  # bytes beside the rings: alignment, reserve of the system, barriers
@@ -27,10 +28,11 @@ class Variant:
     """A compiled form of the kernel.
 
     Attributes:
-        rows: of x at most, a multiple of 8.
+        rows: of a tile of x, a multiple of 8. Blocks of their own multiply further rows.
         outs: outputs of a block, 128 or 256.
         dtype: of the results: bfloat16 or float16.
-        format: of W: half (of x and W), fp8 (of both, with a scale per row and per output) or int4 (of W).
+        format: of W: half (of x and W), fp8 (of both, with a scale per row and per output), int4 (of W) or int8 (of W,
+            with a scale per output).
         kind: activation of the gate if the outputs are gate|up, or None.
         group: columns that share a scale, with int4; 0: all.
         half: as of `reorder_nibbles`, with int4; 64 or 128.
@@ -48,11 +50,17 @@ class Variant:
     def stages(self) -> tuple[int, int]:
         """Return the tiles of W and of x that the rings hold."""
         most = _SHARED_BYTES - _BESIDE
-        if self.format != "int4":
+        if not self.in_registers:
             pair = 128 * (self.outs + self.rows)
             return most // pair, most // pair
-        x = max(4, min(12, (most - 3 * (128 * self.outs + self._scale_bytes)) // (128 * self.rows)))
-        return (most - x * 128 * self.rows) // (128 * self.outs + self._scale_bytes), x
+        w_bytes = 128 * self.outs + self._scale_bytes
+        x = max(2, min(12, (most - 3 * w_bytes) // (128 * self.rows)))
+        return (most - x * 128 * self.rows) // w_bytes, x
+
+    @property
+    def in_registers(self) -> bool:
+        """Return whether W is converted in registers, for which x is put into the order of the threads."""
+        return self.format in ("int4", "int8")
 
     @property
     def _scale_bytes(self) -> int:
@@ -79,7 +87,7 @@ class Variant:
 
     def source(self) -> str:
         """Return the CUDA C++ of the kernel."""
-        consume = "nibbles.h" if self.format == "int4" else "numbers.h"
+        consume = "codes.h" if self.in_registers else "numbers.h"
         rows = f"constexpr u32 ROWS = {self.rows};"
         return "\n".join(
             (_text("hopper.h"), rows, self._multiply(), *map(_text, ("rows.h", consume, "rows.cu")))
@@ -107,12 +115,12 @@ class Variant:
         outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
         half = "f16" if self.dtype == torch.float16 else "bf16"
         shape, types = ("k32", "f32.e4m3.e4m3") if self.format == "fp8" else ("k16", f"f32.{half}.{half}")
-        if self.format == "int4":
+        if self.in_registers:
             declared, given, operand = "const u32 (&w)[4]", '"r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])', 4
             first = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         else:
             declared, given, operand, first = "u64 w", '"l"(w)', 1, f"%{count}"
-        transposes = {"fp8": "", "int4": ", 0", "half": ", 0, 0"}[self.format]
+        transposes = {"fp8": "", "half": ", 0, 0"}.get(self.format, ", 0")
         x, keep = count + operand, count + operand + 1
         return (
             f"DEVICE void multiply(float (&d)[{count}], {declared}, u64 x, u32 keep) {{\n"
@@ -159,8 +167,8 @@ class RowsWeight:
     """A weight as the kernel reads it.
 
     Args:
-        weight: contiguous: [outputs, inputs] of 16 bits or e4m3, or uint8 [outputs, inputs / 2] of nibbles.
-        scale: for e4m3 fp32 [outputs], for nibbles [groups, outputs] in the dtype of x.
+        weight: contiguous: [outputs, inputs] of 16 bits, e4m3 or int8, or uint8 [outputs, inputs / 2] of nibbles.
+        scale: for e4m3 and int8 fp32 [outputs], for nibbles [groups, outputs] in the dtype of x.
         zero: for nibbles uint8 [groups, outputs], or None: 8.
         bias: [outputs], or None.
     """
@@ -176,6 +184,7 @@ class RowsWeight:
         self.outputs = weight.shape[0]
         self.map = tensor_map(weight, 64)
         self.steps = -(-weight.shape[1] * weight.element_size() // 128)
+        self.format = _FORMAT_OF.get(weight.dtype, "half")
         self.groups = 0 if scale is None or scale.dim() < 2 else scale.shape[0]
 
 
@@ -213,8 +222,7 @@ def rows_product(
     """Return x W^T + bias, or act(gate) * up of it, plus the residual: [rows, outputs].
 
     Args:
-        x: [rows, inputs], contiguous, at most `variant.rows` rows; e4m3 with an FP8 variant; with int4 as `lane_order`
-            returns it.
+        x: [rows, inputs], contiguous; e4m3 with an FP8 variant; with int4 and int8 as `lane_order` returns it.
         weight: [outputs of the product, inputs].
         variant: of the kernel.
         split: blocks of a cluster, which divide the inputs; at most 8.
@@ -227,7 +235,7 @@ def rows_product(
     kernel = prepare(variant, x.device)
     if compiles_only():
         return y
-    tiles = -(-weight.outputs // variant.outs)
+    tiles = -(-weight.outputs // variant.outs) * -(-x.shape[0] // variant.rows)
     pointers = (y, weight.bias, residual, weight.scale, weight.zero, x_scale)
     arguments = _KernelArguments(
         *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.hopper.choice import variant_for
-from quire.kernels.hopper.lane_order import lane_order
 from quire.kernels.hopper.rows import RowsWeight, Variant, prepare, rows_product
 from quire.kernels.matmul.nibble_rows import nibble_rows
 from quire.kernels.matmul.packed import MOST_TILES, PackedTensors, packed_product
@@ -122,8 +121,6 @@ def kernel(
     format: str, x: torch.Tensor, scales: torch.Tensor | None, w: RowsWeight, variant: Variant, split: int
 ) -> Product:
     """Return the product by the kernel."""
-    if variant.in_registers:
-        return lambda: rows_product(lane_order(x), w, variant, split)
     return lambda: rows_product(x, w, variant, split, scales)
 
 

@@ -1,6 +1,6 @@
 """Products of 17 to 256 rows on Hopper against plain torch in fp32, alone and in chains in CUDA graphs.
 
-The choice of variants, the sizes of rings and the order of columns are tested without a GPU.
+The choice of variants and the sizes of rings are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for, variants_for
-from quire.kernels.hopper.lane_order import lane_order
 from quire.kernels.hopper.rows import FORMATS, KINDS, RowsWeight, Variant, rows_product, takes
 from quire.kernels.matmul.packed import half_for, reorder_nibbles
 from quire.kernels.norm import add_rms_norm
@@ -87,19 +86,6 @@ def test_the_source_names_what_differs() -> None:
     ]
     texts = {(v.source(), v.options("sm_90a")) for v in (one, *others)}
     assert len(texts) == 1 + len(others)
-
-
-def test_columns_are_in_the_order_of_the_threads() -> None:
-    """Bytes of the codes and columns of x meet in the same product, as the matrix units pair them."""
-    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
-    x = torch.arange(3 * 192, dtype=torch.float16, device=device).view(3, 192)
-    ordered = lane_order(x).cpu().view(3, 3, 4, 16)  # row, 64 columns, word, place
-    for block, word, thread in itertools.product(range(3), range(4), range(4)):
-        byte = 64 * block + 16 * thread + 4 * word  # of a row of codes, whose lower halves are these columns
-        places = [2 * thread, 2 * thread + 1, 2 * thread + 8, 2 * thread + 9]
-        # A word without shift has the bytes 0 and 2, shifted by eight bits the bytes 1 and 3.
-        wanted = x.cpu()[:, [byte, byte + 2, byte + 1, byte + 3]]
-        assert torch.equal(ordered[:, block, word, places], wanted)
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU
@@ -187,11 +173,10 @@ def test_rows_are_multiplied(format: str, shape: tuple[int, int], kind: str | No
             product = product * scales * weight_scale
         residual = None if kind else values(rows, outputs, dtype=dtype, seed=3)
         variant, split = variant_for(format, rows, outputs, inputs, dtype, kind, sms, group, half)
-        ordered = lane_order(x) if variant.in_registers else x
-        got = rows_product(ordered, weight, variant, split, scales, residual)
+        got = rows_product(x, weight, variant, split, scales, residual)
         assert_near(got, reference(product, bias, kind, residual, dtype), 1e-2 if format == "fp8" else 4e-3)
         for _ in range(3):  # equal in every run
-            assert torch.equal(rows_product(ordered, weight, variant, split, scales, residual), got)
+            assert torch.equal(rows_product(x, weight, variant, split, scales, residual), got)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_hopper) for kind in KINDS])
@@ -225,7 +210,6 @@ def test_further_rows_are_further_tiles(format: str, outs: int, split: int, kind
     x = values(150, inputs, seed=1).to(torch.float8_e4m3fn if format == "fp8" else dtype)
     scales = torch.rand(150, 1, device=CUDA) if format == "fp8" else None
     variant = Variant(64, outs, dtype, format, kind, 128 if format == "int4" else 0, half)
-    x = lane_order(x) if variant.in_registers else x
     got = rows_product(x, weight, variant, split, scales)
     alone = [
         rows_product(rows.contiguous(), weight, variant, split, None if scales is None else part)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from quire.kernels.activation import gated
 from quire.kernels.hopper import rows as hopper
 from quire.kernels.hopper.choice import LEAST_ROWS, most_rows_for, variant_for, variants_for
-from quire.kernels.hopper.lane_order import lane_order
 from quire.kernels.jit import compiles_only
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
@@ -211,7 +210,7 @@ class PackedCodesMatmul(FusingMatmul):
                 return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
         if not self.rounds and self._suits_hopper(rows, kind):
-            return self._multiply_on_hopper(lane_order(x), None, residual, kind)
+            return self._multiply_on_hopper(x, None, residual, kind)
         if rows <= self.most_in_registers:
             product = nibble_rows if rows > self.narrow_rows else packed_product
             return product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)

@@ -113,7 +113,7 @@ def _microseconds(
     """
     blocks = -(-outputs // outs) * -(-rows // tile)
     waves = math.ceil(blocks / (sms * _REACHED[parts - 1] // parts))
-    multiply = 0.69e-3 / 32 * outs * tile * (1.04 if outs == 256 else 1)
+    multiply = 0.69e-3 / 32 * outs * tile * (1.1 if outs == 256 else 1)
     convert = 0.24 / 128 * outs
     fetch = (128 * tile + 64 * w_bytes * outs) / 54e3
     finish = 1.95 / 32768 * outs * tile * (1 if parts == 1 else 1 + 0.2 * parts)

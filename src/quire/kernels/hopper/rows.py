@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def in_registers(self) -> bool:
-        """Return whether W is converted in registers, for which x is put into the order of the threads."""
+        """Return whether W is converted in registers, from which the matrix units take it."""
         return self.format in ("int4", "int8")
 
     @property
@@ -222,7 +222,7 @@ def rows_product(
     """Return x W^T + bias, or act(gate) * up of it, plus the residual: [rows, outputs].
 
     Args:
-        x: [rows, inputs], contiguous; e4m3 with an FP8 variant; with int4 and int8 as `lane_order` returns it.
+        x: [rows, inputs], contiguous; e4m3 with an FP8 variant.
         weight: [outputs of the product, inputs].
         variant: of the kernel.
         split: blocks of a cluster, which divide the inputs; at most 8.

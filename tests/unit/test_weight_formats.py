@@ -25,126 +25,19 @@ from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_dequantised
 from quire.quant.rounding import rounding_of
 from quire.quant.spec import QuantSpec
 from quire.types import ModelError
+from stored_formats import SIZE, Layer, Tensors, awq, compressed, fp4, fp8, gptq, pack_quantized
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-OUT, IN = 64, 128
+OUT, IN = SIZE
 WHOLE = slice(None)
-Tensors = dict[str, torch.Tensor]
-
-
-def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes [rows, n] along the last dimension into int32, lowest bits first."""
-    grouped = codes.long().unflatten(-1, (-1, 32 // bits))
-    packed = (grouped << torch.arange(0, 32, bits)).sum(-1)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
-
-
-def codes_of(bits: int, seed: int = 0, outputs: int = OUT, inputs: int = IN) -> torch.Tensor:
-    return torch.randint(0, 1 << bits, (outputs, inputs), generator=torch.Generator().manual_seed(seed))
-
-
-def gptq(
-    bits: int, group: int, act_order: bool = False, symmetric: bool = False, seed: int = 0
-) -> tuple[Tensors, torch.Tensor]:
-    """Return the tensors of a GPTQ layer, version 1, and its numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    codes, groups = codes_of(bits, seed), IN // group
-    scale = torch.rand(groups, OUT, generator=generator).half() + 0.5
-    zero = torch.randint(1, 1 << bits, (groups, OUT), generator=generator)
-    if symmetric:
-        zero.fill_(1 << (bits - 1))
-    group_of = torch.arange(IN) // group
-    if act_order:
-        group_of = group_of[torch.randperm(IN, generator=torch.Generator().manual_seed(5))]
-    values = ((codes.t() - zero[group_of]) * scale.float()[group_of]).t()
-    tensors = {
-        "qweight": pack_int32(codes, bits).t().contiguous(),
-        "qzeros": pack_int32(zero - 1, bits),
-        "scales": scale,
-        "g_idx": group_of.to(torch.int32),
-    }
-    return tensors, values
-
-
-def awq(group: int, seed: int = 0) -> tuple[Tensors, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    codes, groups = codes_of(4, seed), IN // group
-    scale = torch.rand(groups, OUT, generator=generator).half() + 0.5
-    zero = torch.randint(0, 16, (groups, OUT), generator=generator)
-    group_of = torch.arange(IN) // group
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-
-    def packed(values: torch.Tensor) -> torch.Tensor:
-        return pack_int32(values.unflatten(-1, (-1, 8))[..., order].flatten(-2), 4)
-
-    values = ((codes.t() - zero[group_of]) * scale.float()[group_of]).t()
-    return {"qweight": packed(codes.t()), "qzeros": packed(zero), "scales": scale}, values
-
-
-def pack_quantized(
-    bits: int, group: int, symmetric: bool, act_order: bool = False
-) -> tuple[Tensors, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    codes, groups = codes_of(bits), IN // group
-    scale = torch.rand(OUT, groups, generator=generator).bfloat16() + 0.5
-    zero = torch.randint(0, 1 << bits, (OUT, groups), generator=generator)
-    group_of = torch.arange(IN) // group
-    if act_order:
-        group_of = group_of[torch.randperm(IN, generator=generator)]
-    tensors = {
-        "weight_packed": pack_int32(codes, bits),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([OUT, IN]),
-    }
-    if act_order:
-        tensors["weight_g_idx"] = group_of.to(torch.int32)
-    if symmetric:
-        zero.fill_(1 << (bits - 1))
-    else:
-        tensors["weight_zero_point"] = pack_int32(zero.t(), bits).t().contiguous()
-    return tensors, (codes - zero[:, group_of]) * scale.float()[:, group_of]
-
-
-def fp8(scale: torch.Tensor, suffix: str = "weight_scale") -> tuple[Tensors, torch.Tensor]:
-    outputs, inputs = (OUT, IN) if scale.numel() == 1 or scale.shape[-1] == 1 else (300, 200)
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
-    spread = scale.float()
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        spread = spread.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
-    return {"weight": weight, suffix: scale}, weight.float() * spread
-
-
-def fp4(nvidia: bool, modelopt: bool = False) -> tuple[Tensors, torch.Tensor]:
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes, group = codes_of(4), 16 if nvidia else 32
-    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-    tensors = {"weight" if modelopt else "weight_packed": packed}
-    if nvidia:
-        scale = (torch.rand(OUT, IN // group) * 100 + 1).to(torch.float8_e4m3fn)
-        tensors["weight_scale"] = scale
-        tensors |= (
-            {"weight_scale_2": torch.tensor(0.25)}
-            if modelopt
-            else {"weight_global_scale": torch.tensor([4.0])}
-        )
-        factor = scale.float() / 4
-    else:
-        exponents = torch.randint(110, 140, (OUT, IN // group), dtype=torch.uint8)
-        tensors["weight_scale"], factor = exponents, torch.exp2(exponents.float() - 127)
-    return tensors, table[codes] * factor.repeat_interleave(group, 1)
-
-
-def compressed(form: str, activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": activations}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 FP8 = {"quant_method": "fp8"}
 PACK, DYNAMIC = compressed("pack-quantized"), {"num_bits": 8, "dynamic": True}
-CASES: dict[str, tuple[dict[str, Any], tuple[Tensors, torch.Tensor]]] = {
+CASES: dict[str, tuple[dict[str, Any], Layer]] = {
     **{f"gptq-{group}": (GPTQ, gptq(4, group)) for group in (32, 64, 128)},
     "gptq-sym": (GPTQ, gptq(4, 32, symmetric=True)),
     "gptq-8bit": (GPTQ | {"bits": 8}, gptq(8, 32)),
@@ -158,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Tensors, torch.Tensor]]] = {
     "pack-act-order": (PACK, pack_quantized(4, 32, True, act_order=True)),
     "fp8-tensor": (FP8, fp8(torch.tensor(0.3))),
     "fp8-row": (compressed("float-quantized", DYNAMIC), fp8(torch.rand(OUT, 1).bfloat16() + 0.1)),
-    "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, fp8(torch.rand(3, 2) + 0.1, "weight_scale_inv")),
+    "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, fp8(torch.rand(3, 2) + 0.1, "weight_scale_inv", size=(300, 200))),
     "mxfp4": (compressed("mxfp4-pack-quantized"), fp4(False)),
     "nvfp4": (compressed("nvfp4-pack-quantized"), fp4(True)),
     "nvfp4-modelopt": ({"quant_algo": "NVFP4"}, fp4(True, modelopt=True)),

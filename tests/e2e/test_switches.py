@@ -160,25 +160,31 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
     assert tokens != bench.expected[request.id]
 
 
+PARTS = pytest.mark.parametrize("part", range(4))  # so that processes share the seeds
+
+
 @pytest.mark.gpu
-def test_switches_on_the_gpu() -> None:
+@PARTS
+def test_switches_on_the_gpu(part: int) -> None:
     bench = Bench("demo", device="cuda")
-    for seed in range(60):
+    for seed in range(part, 60, 4):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
 
 
 @pytest.mark.gpu
+@PARTS
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_switches_with_codes_in_the_cache_on_the_gpu(kv_cache_dtype: str) -> None:
+def test_switches_with_codes_in_the_cache_on_the_gpu(kv_cache_dtype: str, part: int) -> None:
     bench = Bench("demo", device="cuda", kv_cache_dtype=kv_cache_dtype)
-    for seed in range(40):
+    for seed in range(part, 40, 4):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
 
 
 @pytest.mark.gpu
-def test_switches_with_windows_on_the_gpu() -> None:
+@PARTS
+def test_switches_with_windows_on_the_gpu(part: int) -> None:
     bench = Bench("demo-draft", device="cuda", windows=WINDOWS)
-    for seed in range(40):
+    for seed in range(part, 40, 4):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
 
 

@@ -17,6 +17,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as quire/config.py, which so
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+
+def rotate_gpus() -> None:
+    """On a machine with several GPUs, give each process of pytest-xdist another one as its first."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker.startswith("gw") or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        first = int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % count) for i in range(count))
+
+
+rotate_gpus()
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -70,18 +70,19 @@ def variant_for(
     return Variant(padded, 128, dtype, format, kind, group, half), parts
 
 
+@cache
 def variants_for(
     format: str, outputs: int, inputs: int, dtype: torch.dtype, kind: str | None, sms: int,
     group: int = 0, half: int = 128,
-) -> set[Variant]:  # fmt: skip
+) -> frozenset[Variant]:  # fmt: skip
     """Return the variants for all numbers of rows; the arguments are those of `variant_for`."""
     most = most_rows_for(format, outputs, inputs, kind is not None)
     # Up to 256 rows, the tiles change at their sizes; beyond, with the number of them.
     counts = {size for size in _ROWS if size <= most} | set(range(256, most + 1, 16))
-    return {
+    return frozenset(
         variant_for(format, rows, outputs, inputs, dtype, kind, sms, group, half)[0]
         for rows in {LEAST_ROWS, most} | counts
-    }
+    )
 
 
 @cache

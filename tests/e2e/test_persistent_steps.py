@@ -31,7 +31,8 @@ def generate(config: dict[str, Any], folder: Path, **settings: Any) -> list[list
     """Return the log-probabilities of each request's steps: of the chosen token and the five most probable ones."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    with LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_num_seqs=8, **settings) as llm:
+    fixed: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, compile_processes=0)
+    with LLM(str(folder), max_num_seqs=8, **fixed, **settings) as llm:
         prompts = [{"prompt_token_ids": list(range(1, 1 + 20 * (i + 1)))} for i in range(ROWS)]
         params = [
             SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=5)
@@ -86,6 +87,7 @@ def test_two_engines_with_persistent_kernels_generate_at_once(tmp_path: Path) ->
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN))
     settings: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, kv_cache_memory=256 << 20)
+    settings["compile_processes"] = 0
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 
     def work(llm: LLM) -> list[int]:

@@ -78,7 +78,8 @@ def log_probabilities(folder: Path, rows: int, **settings: Any) -> list[list[dic
         {"prompt_token_ids": [(7 * i + 3 * j * j + 1) % VOCAB for j in range(PROMPT)]} for i in range(rows)
     ]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=VOCAB)
-    with LLM(str(folder), skip_tokenizer_init=True, max_num_seqs=32, **settings) as llm:
+    # Tests run side by side already, so the engine compiles its kernels itself.
+    with LLM(str(folder), skip_tokenizer_init=True, max_num_seqs=32, compile_processes=0, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         [{token: entry.logprob for token, entry in step.items()} for step in output.outputs[0].logprobs]

@@ -141,7 +141,7 @@ PROMPT = "Once upon a time there was a little girl. Once upon a time there was a
 def answers(device: str = "cpu", **settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the answers to `KINDS` in one batch, and the engine's counters."""
     fixed = {"dtype": "float32", "max_model_len": 128, "capture_at_start": False, "kv_cache_memory": 64 << 20}
-    with LLM("demo", device=device, **fixed, **settings) as llm:
+    with LLM("demo", device=device, compile_processes=0, **fixed, **settings) as llm:
         outputs = llm.generate([PROMPT] * len(KINDS), list(KINDS.values()), use_tqdm=False)
         totals = asdict(llm.client.engine.log.totals)
     found = {

@@ -81,6 +81,7 @@ def steps(folder: Path, **settings: Any) -> list[list[tuple[int, float]]]:
         max_num_batched_tokens=32,
         kv_cache_memory=64 << 20,
         skip_tokenizer_init=True,
+        compile_processes=0,  # tests run side by side already
         **settings,
     ) as llm:
         outs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)

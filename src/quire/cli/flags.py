@@ -280,5 +280,5 @@ def integer(text: str) -> int:
     suffix = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(text[-1:].lower())
     try:
         return int(float(text[:-1]) * suffix) if suffix else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: infinity, as in `infk`
         raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None

@@ -111,6 +111,26 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(capsys, args
 
 
 @pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["bench", "throughput", "--workload-scale", "inf"], "workload_scale must be finite, got inf"),
+        (["bench", "sessions", "--workload-scale", "inf"], "workload_scale must be finite, got inf"),
+        (["bench", "serve", "--trace-scale", "inf"], "trace_scale must be finite, got inf"),
+        (["bench", "throughput", "--trace-scale", "nan"], "trace_scale must be above 0, got nan"),
+        (["plan", "--request-rate", "nan"], "request_rate must be above 0, got nan"),
+    ],
+)
+def test_rates_and_scales_that_are_no_numbers(capsys, args: list[str], text: str) -> None:
+    refused(capsys, text, *args)
+
+
+@pytest.mark.parametrize("value", ["[", "[]", "5"])
+def test_more_fields_of_a_benchmark_are_an_object(capsys, value: str) -> None:
+    code, err = run(capsys, "bench", "serve", "--extra-body", value)
+    assert code == 2 and f"--extra-body: must be a JSON object, got '{value}'" in err
+
+
+@pytest.mark.parametrize(
     ("flag", "limit"),
     [
         ("--cpu-threads", 1024),

@@ -203,12 +203,20 @@ def at_least_one(args: argparse.Namespace, *names: str) -> None:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError if one of the flags `names` is not above 0, or is a scale that is not finite."""
+    for name in names:
+        value = getattr(args, name)
+        if not value > 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+        if name.endswith("_scale") and math.isinf(value):
+            raise ConfigError(f"{name} must be finite, got {value}")
+
+
 def check_load(args: argparse.Namespace) -> None:
     """Raise ConfigError for an impossible load, before an engine is built for it."""
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len")
-    for name in ("request_rate", "burstiness", "trace_scale", "workload_scale"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
+    above_zero(args, "request_rate", "burstiness", "trace_scale", "workload_scale")
     if args.trace and not math.isinf(args.request_rate):
         raise ConfigError("a trace has its own arrival times: use --trace-scale instead of --request-rate")
 

@@ -42,6 +42,13 @@ _COUNTS = (
     "pipeline_parallel_size",
     "data_parallel_size",
 )
+# A mistyped zero more would start so many threads or processes that the machine fails rather than the command.
+_AT_MOST = {
+    "cpu_threads": 1024,
+    "tensor_parallel_size": 64,
+    "pipeline_parallel_size": 64,
+    "data_parallel_size": 1024,
+}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
     "kv_layout": get_args(KVLayoutName),
@@ -221,6 +228,8 @@ def _check_numbers(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        if value is not None and value > _AT_MOST.get(name, value):
+            raise ConfigError(f"{name} must be at most {_AT_MOST[name]}, got {value}")
     optional = () if config.compile_processes is None else ("compile_processes",)
     for name in ("state_snapshot_interval", "state_snapshot_answers", *optional):
         value = getattr(config, name)

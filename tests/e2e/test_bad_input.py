@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -74,6 +75,100 @@ def test_corrupt_gguf(capsys, tmp_path: Path, content: bytes) -> None:
     refused(capsys, "model.gguf", *generate(file, "x"))
 
 
+def test_names_that_the_system_refuses(capsys, folder: Path) -> None:
+    long = "x" * 5000
+    refused(capsys, "File name too long", *generate(Path(long), "x"))
+    refused(capsys, "File name too long", *generate(folder, "--tokenizer", long, "x"))
+    refused(capsys, "home directory", *generate(Path("~no-such-user/model"), "x"))
+    index = {"weight_map": {"model.norm.weight": long}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(capsys, "File name too long", *generate(folder, "x"))
+
+
+def test_an_error_of_the_system_names_the_file(capsys, folder: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/some/file")
+
+    monkeypatch.setattr("quire.cli.generate.run", refuse)
+    refused(capsys, "/some/file cannot be used: Permission denied", *generate(folder, "x"))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["bench", "startup", "--output-json"],
+        ["bench", "throughput", "--plot"],
+        ["bench", "serve", "--save-result", "--result-dir"],
+        ["ladder", "--report"],
+        ["profile", "--trace-file"],
+        ["quantize", "--format", "int4", "demo"],
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_before_the_work(capsys, args: list[str]) -> None:
+    begin_s = time.process_time()
+    refused(capsys, "cannot write /dev/null/x.svg: Not a directory", *args, "/dev/null/x.svg")
+    assert time.process_time() - begin_s < 5
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["bench", "throughput", "--workload-scale", "inf"], "workload_scale must be finite, got inf"),
+        (["bench", "sessions", "--workload-scale", "inf"], "workload_scale must be finite, got inf"),
+        (["bench", "serve", "--trace-scale", "inf"], "trace_scale must be finite, got inf"),
+        (["bench", "throughput", "--trace-scale", "nan"], "trace_scale must be above 0, got nan"),
+        (["plan", "--request-rate", "nan"], "request_rate must be above 0, got nan"),
+    ],
+)
+def test_rates_and_scales_that_are_no_numbers(capsys, args: list[str], text: str) -> None:
+    refused(capsys, text, *args)
+
+
+@pytest.mark.parametrize("value", ["[", "[]", "5"])
+def test_more_fields_of_a_benchmark_are_an_object(capsys, value: str) -> None:
+    code, err = run(capsys, "bench", "serve", "--extra-body", value)
+    assert code == 2 and f"--extra-body: must be a JSON object, got '{value}'" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "limit"),
+    [
+        ("--cpu-threads", 1024),
+        ("--tensor-parallel-size", 64),
+        ("--pipeline-parallel-size", 64),
+        ("--data-parallel-size", 1024),
+    ],
+)
+def test_more_threads_and_processes_than_a_machine_can_have(capsys, flag: str, limit: int) -> None:
+    name = flag[2:].replace("-", "_")
+    refused(capsys, f"{name} must be at most {limit}, got 100000", "generate", "x", flag, "100000")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--group-size", "0"], "group_size must be at least 1, got 0"),
+        (["--group-size", "-64"], "group_size must be at least 1, got -64"),
+        (["--calibration-tokens", "0"], "calibration_tokens must be at least 1, got 0"),
+    ],
+)
+def test_quantize_refuses_numbers(capsys, tmp_path: Path, flags: list[str], text: str) -> None:
+    refused(capsys, text, "quantize", "demo", str(tmp_path / "out"), "--format", "int4", *flags)
+
+
+def test_quantize_on_a_full_disk(capsys, folder: Path, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    out = tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        command = ("quantize", str(folder), str(out), "--format", "int4", "--group-size", "16")
+        refused(capsys, f"{out} cannot be written: ", *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    refused(capsys, "has no config.json", *generate(out, "x"))
+
+
 def change(folder: Path, edit) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -144,6 +239,7 @@ def test_bad_flags_say_which(capsys, folder: Path) -> None:
     for args, text in (
         (["--kv-layout", "woven"], "invalid choice: 'woven'"),
         (["--max-num-seqs", "many"], "must be an integer, got 'many'"),
+        (["--max-num-seqs", "infk"], "must be an integer, got 'infk'"),
         (["--no-such-flag"], "--no-such-flag\n`quire generate --help` lists the flags"),
         (["--gpu-memory-utilization", "0.5"], "here it is --memory-utilization"),
         (["--enable-prefix-caching"], "here it is --prefix-caching"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -68,6 +69,16 @@ def test_wrong_names(name: str, says: str, tmp_path: Path, monkeypatch: pytest.M
     Path("ggufs/a.gguf").write_bytes(b"")
     with pytest.raises(ModelError, match=says):
         locate_model(name)
+
+
+@pytest.mark.parametrize("locate", [locate_model, locate_tokenizer])
+def test_a_folder_behind_one_without_permission(locate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ModelError, match=re.escape("/closed/model cannot be read: Permission denied")):
+        locate("/closed/model")
 
 
 def test_a_hub_id_is_fetched_with_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

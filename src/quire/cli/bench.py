@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 from quire.cli.bench_attention import add_arguments as add_attention_arguments
@@ -34,6 +33,7 @@ from quire.cli.bench_sessions import add_arguments as add_sessions_arguments
 from quire.cli.bench_sessions import run as sessions
 from quire.cli.bench_throughput import run as throughput
 from quire.cli.flags import add_flags, add_model, engine_settings
+from quire.cli.output_paths import output_file
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compare_arguments(compare)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
-    startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
+    startup.add_argument(
+        "--output-json", type=output_file, metavar="FILE", help="write the figures to this file"
+    )
     add_flags(startup, "engine", EngineConfig)
     shape = {"device", "dtype", "kv_cache_dtype"}
     add_flags(attention, "engine", EngineConfig, skip=set(EngineConfig.__dataclass_fields__) - shape)

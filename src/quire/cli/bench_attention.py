@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from pathlib import Path
 
 from quire.cli.bench_flags import at_least_one, engine_config, keep_finished, machine_line
+from quire.cli.output_paths import output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("batch-sizes", [1, 8, 32], "rows that decode at once")
     add("contexts", [256, 1024, 4096], "tokens of these rows")
     add("prompt-lens", [256, 1024], "tokens of a prompt")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--output-json", type=output_file, metavar="FILE", help="write the figures to this file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from quire import __version__
 from quire.bench.load.workloads import ALL_WORKLOADS, PACES
 from quire.cli.flags import engine_settings, given
 from quire.cli.interrupt import INTERRUPTED
+from quire.cli.output_paths import output_file, output_folder
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
@@ -127,12 +128,14 @@ def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say where the result is written."""
     group = parser.add_argument_group("results")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the result to this file")
+    group.add_argument(
+        "--output-json", type=output_file, metavar="FILE", help="write the result to this file"
+    )
     group.add_argument(
         "--save-result", action="store_true", help="write the result to a file named after the run"
     )
     group.add_argument(
-        "--result-dir", type=Path, default=Path(), help="folder of --save-result (default: here)"
+        "--result-dir", type=output_folder, default=Path(), help="folder of --save-result (default: here)"
     )
     group.add_argument("--result-filename", help="file name of --save-result (default: named after the run)")
     group.add_argument(
@@ -140,7 +143,7 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
         help="label of the run: prefix of the file name of --save-result, and a field of the result",
     )
     group.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the result to this .png, .svg or .pdf file"
+        "--plot", type=output_file, metavar="FILE", help="plot the result to this .png, .svg or .pdf file"
     )
 
 
@@ -200,12 +203,20 @@ def at_least_one(args: argparse.Namespace, *names: str) -> None:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError if one of the flags `names` is not above 0, or is a scale that is not finite."""
+    for name in names:
+        value = getattr(args, name)
+        if not value > 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+        if name.endswith("_scale") and math.isinf(value):
+            raise ConfigError(f"{name} must be finite, got {value}")
+
+
 def check_load(args: argparse.Namespace) -> None:
     """Raise ConfigError for an impossible load, before an engine is built for it."""
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len")
-    for name in ("request_rate", "burstiness", "trace_scale", "workload_scale"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
+    above_zero(args, "request_rate", "burstiness", "trace_scale", "workload_scale")
     if args.trace and not math.isinf(args.request_rate):
         raise ConfigError("a trace has its own arrival times: use --trace-scale instead of --request-rate")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from quire.bench.load.workloads import ALL_WORKLOADS
 from quire.cli.bench_flags import (
     EVERY,
+    above_zero,
     add_arrival_arguments,
     add_figure_arguments,
     add_result_arguments,
@@ -18,7 +18,7 @@ from quire.cli.bench_flags import (
     at_least_one,
     chosen_figures,
 )
-from quire.cli.flags import check_one_model
+from quire.cli.flags import check_one_model, json_object
 from quire.types import ConfigError
 
 ENDPOINTS = {
@@ -168,7 +168,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         help="generate answers of full length (always on for synthetic prompts)",
     )
     group.add_argument(
-        "--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of the request body"
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request body"
     )
 
 
@@ -187,13 +187,9 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--dataset-name workload needs --workload NAME")
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len", "random_input_len")
     at_least_one(args, "random_output_len", "prefix_repetition_num_prefixes", "prefix_repetition_output_len")
-    for name in ("request_rate", "burstiness", "trace_scale", "workload_scale"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
+    above_zero(args, "request_rate", "burstiness", "trace_scale", "workload_scale")
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(f"random_range_ratio must be at least 0 and below 1, got {args.random_range_ratio}")
-    if not isinstance(args.extra_body, dict):
-        raise ConfigError(f"extra_body must be a JSON object, got {args.extra_body!r}")
     chosen_figures(args)
     pairs(args.header, "header"), pairs(args.metadata, "metadata")
     _check_arrivals(args)

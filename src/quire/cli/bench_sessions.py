@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 from quire.bench.load.sessions import SHAPES, Preset, sessions
 from quire.bench.load.workloads import MAX_RANDOM_ID
-from quire.cli.bench_flags import engine_config, keep_finished, sampling
+from quire.cli.bench_flags import above_zero, engine_config, keep_finished, sampling
 from quire.cli.bench_results import conditions_of, save_result
-from quire.types import ConfigError
 
 _COLUMNS = (
     ("sessions", "sessions", 9, ".0f"),
@@ -52,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the sessions of each kind, print a line for each, and return the exit code."""
-    if not args.workload_scale > 0:
-        raise ConfigError(f"workload_scale must be above 0, got {args.workload_scale}")
+    above_zero(args, "workload_scale")
     from quire.bench.drive import Bench
     from quire.bench.sessions import run_sessions, session_figures
 

@@ -261,14 +261,15 @@ def _options(hint: Any) -> dict[str, Any]:
         (item,) = get_args(hint)
         return {"action": "append", "type": item, "metavar": item.__name__.upper()}
     if origin is dict:
-        return {"type": _object, "metavar": "JSON"}
+        return {"type": json_object, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     parse: Callable[[str], Any] = integer if hint is int else hint
     return {"type": parse, "metavar": hint.__name__.upper()}
 
 
-def _object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
     with contextlib.suppress(ValueError):
         if isinstance(found := json.loads(text), dict):
             return found
@@ -280,5 +281,5 @@ def integer(text: str) -> int:
     suffix = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(text[-1:].lower())
     try:
         return int(float(text[:-1]) * suffix) if suffix else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: infinity, as in `infk`
         raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.bench_flags import at_least_one, engine_config, keep_finished, machine_line
 from quire.cli.flags import add_flags, add_model
+from quire.cli.output_paths import output_file
 from quire.config import EngineConfig
 from quire.types import ConfigError
 
@@ -35,12 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--repeats", type=int, default=3, help="pairs of runs per rung (default 3)")
     group = parser.add_argument_group("results")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     group.add_argument(
-        "--report", type=Path, metavar="FILE", help="write a self-contained page to this .html file"
+        "--output-json", type=output_file, metavar="FILE", help="write the figures to this file"
     )
     group.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the gains to this .png, .svg or .pdf file"
+        "--report", type=output_file, metavar="FILE", help="write a self-contained page to this .html file"
+    )
+    group.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="plot the gains to this .png, .svg or .pdf file"
     )
     add_flags(parser, "engine", EngineConfig, skip=_CHOSEN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -48,7 +49,7 @@ def loading(name: str, revision: str | None = None) -> Iterator[None]:
 @contextmanager
 def loading_elsewhere(name: str) -> Iterator[None]:
     """Show the same while another process loads the model, unless that process downloads it and shows its own bars."""
-    here = name in BUILT_IN or Path(name).exists()
+    here = name in BUILT_IN or os.path.exists(name)
     if not (here and sys.stderr.isatty()):
         yield
         return

@@ -82,6 +82,9 @@ def _main(argv: list[str]) -> int:
         _drop_output()
         return 141
     except OSError as error:
+        if error.filename is not None and error.strerror:
+            print(f"quire: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
+            return 1
         if error.errno not in _FULL:
             raise
         _drop_output()

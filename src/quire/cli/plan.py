@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import add_result_arguments, at_least_one, engine_config
+from quire.cli.bench_flags import above_zero, add_result_arguments, at_least_one, engine_config
 from quire.cli.bench_results import conditions_of, save_result
 from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
@@ -57,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Learn step times, search for the rate of each setting, print them and return the exit code."""
     at_least_one(args, "input_len", "output_len", "num_prompts", "gpus")
-    if args.request_rate <= 0:
-        raise ConfigError(f"request_rate must be above 0, got {args.request_rate}")
+    above_zero(args, "request_rate")
     targets, config = _targets(args.target, args.percentile), served_config(engine_config(args))
     if config.spec_method != "off":
         raise ConfigError("plan cannot simulate draft tokens: leave spec_method off")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.bench.load.workloads import ALL_WORKLOADS, MAX_RANDOM_ID, Workload, uniform
 from quire.cli.bench_flags import NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags, add_model
+from quire.cli.output_paths import output_file
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
@@ -41,10 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=int, default=32, help="steps to profile (default 32)")
     group = parser.add_argument_group("results")
     group.add_argument(
-        "--trace-file", type=Path, default=Path("quire-profile.json.gz"), metavar="FILE",
+        "--trace-file", type=output_file, default=Path("quire-profile.json.gz"), metavar="FILE",
         help="trace for ui.perfetto.dev or chrome://tracing, .json or .json.gz (default quire-profile.json.gz)",
     )  # fmt: skip
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the tables to this file")
+    group.add_argument(
+        "--output-json", type=output_file, metavar="FILE", help="write the tables to this file"
+    )
     group.add_argument("--top", type=int, default=15, help="number of kernels to list (default 15)")
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams, skip=NO_TEXT)

@@ -7,7 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from quire.cli.bench_flags import at_least_one
 from quire.cli.flags import MODEL_HELP
+from quire.cli.output_paths import output_folder
 from quire.types import ConfigError
 
 _FORMATS = ("fp8", "fp8-block", "int8", "int4")
@@ -19,7 +21,9 @@ _SEQUENCE = 512  # tokens of a sequence
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quire quantize`."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("out", metavar="OUT", help="folder to write, which must be empty or missing")
+    parser.add_argument(
+        "out", metavar="OUT", type=output_folder, help="folder to write, which must be empty or missing"
+    )
     parser.add_argument(
         "--format",
         choices=_FORMATS,
@@ -49,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, with a progress bar on a terminal, and return the exit code."""
+    at_least_one(args, "group_size", "calibration_tokens")
     from tqdm import tqdm
 
     from quire.assembly.device import pick_device
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} is a GGUF file; `quire quantize` reads folders of safetensors files")
     if args.calibrate and args.format != "int4":
         raise ConfigError(f"--calibrate works with --format int4, not {args.format}")
-    out, matrices, device = Path(args.out), matrices_of(folder), pick_device(args.device)
+    out, matrices, device = args.out, matrices_of(folder), pick_device(args.device)
     count = len(matrices)
     with tqdm(total=count, unit="matrix", disable=not sys.stderr.isatty()) as bar:
 

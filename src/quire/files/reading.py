@@ -13,6 +13,7 @@ from quire.types import ModelError
 MAX_CONFIG_BYTES = 16 << 20  # of a JSON file that describes a model
 MAX_VOCABULARY_BYTES = 128 << 20  # of a file with a vocabulary, or with the names of all tensors
 
+_SHOWN_PATH = 300  # characters of a path in an error message
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
 
@@ -20,6 +21,26 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 def shown(value: object) -> str:
     """Return a short representation of a value for an error message, on one line."""
     return _short.repr(value)
+
+
+def check_reachable(path: Path) -> None:
+    """Raise ModelError if the system refuses to say whether `path` exists, as it does behind a folder without permission.
+
+    `Path.exists` raises OSError then, or where a name is too long.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(f"{_cut(path)} cannot be read: {reason}") from None
+
+
+def _cut(path: Path) -> str:
+    """Return a path for an error message, without the middle of a very long one."""
+    text = str(path)
+    return text if len(text) <= _SHOWN_PATH else f"{text[:100]}...{text[-100:]}"
 
 
 def check_regular(path: Path, max_bytes: int | None = None) -> None:

@@ -6,11 +6,13 @@ cache. Every failure is a ModelError that says what to do.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.files.reading import check_reachable
 from quire.types import ModelError
 
 BUILT_IN = {"demo": "base", "demo-draft": "draft"}
@@ -47,7 +49,7 @@ def names_a_path(text: str) -> bool:
     """Return whether a word is a path: it begins or ends like one, or names a folder with a `config.json`."""
     if text.startswith(("./", "../", "/", "~/")) or text.endswith(".gguf"):
         return True
-    return len(text) < _MAX_NAME and Path(text, "config.json").is_file()
+    return len(text) < _MAX_NAME and os.path.isfile(os.path.join(text, "config.json"))
 
 
 def locate_model(name: str, revision: str | None = None) -> ModelFiles:
@@ -62,7 +64,7 @@ def locate_model(name: str, revision: str | None = None) -> ModelFiles:
     """
     if not name.strip():
         raise ModelError("the model name is empty: give a folder, a .gguf file, a Hugging Face id, or demo")
-    path = Path(name).expanduser()
+    path = _path_of(name)
     if revision is not None and (name in BUILT_IN or path.exists()):
         raise ModelError(
             f"revision {revision!r} cannot be chosen for the local model {name}: revision is for Hugging Face ids"
@@ -93,7 +95,7 @@ def locate_tokenizer(name: str, revision: str | None = None) -> Path:
     Raises:
         ModelError: if there is no such tokenizer, or it cannot be fetched.
     """
-    path = Path(name).expanduser()
+    path = _path_of(name)
     if name in BUILT_IN and not path.exists():
         return locate_model(name).path
     if path.exists():
@@ -119,7 +121,18 @@ def fetch_model(name: str, revision: str | None = None, progress: type[Any] | No
     return _fetch(name, revision, _HUB_FILES, progress)
 
 
+def _path_of(name: str) -> Path:
+    """Return the path that a name would have, or raise ModelError if the system refuses to look there."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # a home folder that is not known
+        raise ModelError(f"{name} cannot be read: {error}".rstrip(".")) from None
+    check_reachable(path)
+    return path
+
+
 def _folder(path: Path, name: str) -> ModelFiles:
+    check_reachable(path / "config.json")
     if not (path / "config.json").is_file():
         if name in BUILT_IN:
             raise ModelError(f"the model {name} is missing from this installation: reinstall Quire")

@@ -186,7 +186,7 @@ def _check_message(message: Any, where: str, knows_developer: bool) -> dict[str,
     plain = {key: value for key, value in _plain(message, where).items() if value is not None}
     if role == "developer" and not knows_developer:
         plain["role"] = "system"
-    if not plain.get("tool_calls", True):
+    if plain.get("tool_calls") == []:
         del plain["tool_calls"]
     if (
         plain.get("content") is None
@@ -199,7 +199,8 @@ def _check_message(message: Any, where: str, knows_developer: bool) -> dict[str,
 
 def _fit_message(message: dict[str, Any], where: str, traits: TemplateTraits) -> list[dict[str, Any]]:
     """Return a checked message in the template's form: one message, or two if it renders either text or calls."""
-    content = _fit_content(message.get("content") or "", message["role"], where, traits)
+    given = message.get("content")
+    content = _fit_content("" if given in (None, []) else given, message["role"], where, traits)
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from quire.files.reading import read_json
@@ -86,6 +87,25 @@ def quantise_checkpoint(
     """
     wanted = set(matrices_of(folder))
     check_new(folder, out, form, group_size)
+    try:
+        _write_copy(folder, out, wanted, form, group_size, device, progress, calibrated or {})
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        advice = "; what it holds is not complete, so delete it" if out.is_dir() else ""
+        raise ModelError(f"{out} cannot be written: {reason}{advice}") from error
+
+
+def _write_copy(
+    folder: Path,
+    out: Path,
+    wanted: set[str],
+    form: Conversion,
+    group_size: int,
+    device: torch.device,
+    progress: Progress,
+    calibrated: Mapping[str, dict[str, torch.Tensor]],
+) -> None:
+    """Write the files of `quantise_checkpoint`, the config last: a folder without it is no model, so none is half done."""
     checkpoint = SafetensorsCheckpoint(folder, tied=True)
     plain = [
         n for n in checkpoint.where if n not in wanted and (_ROUTER.search(n) or n.endswith("lm_head.weight"))
@@ -103,7 +123,7 @@ def quantise_checkpoint(
             if name not in wanted:
                 tensors[name] = values
                 continue
-            exported = (calibrated or {}).get(name)
+            exported = calibrated.get(name)
             if exported is None:
                 exported = export_weight(values.to(device), form, group_size)
                 progress(name)
@@ -123,6 +143,8 @@ def quantise_checkpoint(
 
 def check_new(folder: Path, out: Path, form: str, group_size: int) -> None:
     """Raise ModelError if `out` is not empty, or groups do not divide the inputs of a matrix."""
+    if out.exists() and not out.is_dir():
+        raise ModelError(f"{out} is a file; choose a new folder")
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty; choose a new folder")
     if form != "int4":
@@ -131,7 +153,7 @@ def check_new(folder: Path, out: Path, form: str, group_size: int) -> None:
     stored = {name: checkpoint.stored(name) for name in sorted(matrices_of(folder))}
     checkpoint.close()
     for name, found in stored.items():
-        if found and (found.shape[1] % group_size or group_size < _MIN_GROUP):
+        if found and (group_size < _MIN_GROUP or found.shape[1] % group_size):
             raise ModelError(
                 f"{name} has {found.shape[1]} inputs, which groups of {group_size} do not divide; choose another "
                 f"group size of at least {_MIN_GROUP}"

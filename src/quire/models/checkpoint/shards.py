@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json
+from quire.files.reading import MAX_VOCABULARY_BYTES, check_reachable, check_regular, read_json
 from quire.layers.env import RowSink, StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
 from quire.models.checkpoint.reader import Reader, StoredTensor
@@ -187,6 +187,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
             assert names is not None
             names.append(name)
         for shard in shards:
+            check_reachable(shard)
             if not shard.exists():
                 raise ModelError(f"{index} names {shard.name}, which is missing")
         return shards
@@ -210,7 +211,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 def _weight_map(index: Path) -> dict[str, str]:
     files = read_json(index, MAX_VOCABULARY_BYTES).get("weight_map")
     if not isinstance(files, dict) or not all(
-        isinstance(f, str) and Path(f).name == f for f in files.values()
+        isinstance(f, str) and f and Path(f).name == f for f in files.values()
     ):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     return files

@@ -89,7 +89,7 @@ def _response_format(given: dict[str, Any], options: dict[str, Any]) -> Structur
         if schema is None and kind == "json_object":
             return StructuredOutputsParams(json_object=True, **options)
         if not isinstance(schema, (dict, str)):
-            raise bad_request("response_format needs a JSON schema in json_schema.schema", field)
+            raise bad_request("response_format needs a JSON schema, in json_schema.schema or schema", field)
         return _checked(field, {"json": schema}, options)
     if kind == "structural_tag":
         return _checked(field, {"grammar": structural_tag_grammar(given, field)}, options)

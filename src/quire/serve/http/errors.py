@@ -136,10 +136,11 @@ def with_client_field(error: ApiError, request: object) -> ApiError:
         case "chat_template" if "chat_template" not in given:
             param = prompt  # the template is the server's, so the conversation does not suit it
         case "structured_outputs":
-            carriers = [name for name in _CONSTRAINTS if name in given]
-            if len(carriers) == 1 and carriers != [param]:
+            free = {"type": "text"}  # a format that constrains nothing
+            carriers = [n for n in _CONSTRAINTS if n in given and getattr(request, n) != free]
+            if carriers and carriers != [param]:
                 param = carriers[0]
-                message = f"{param}: {message}"
+                message = f"{' or '.join(carriers)}: {message}"
         case _:
             return error
     return ApiError(error.status, message, param, error.code, error.headers)

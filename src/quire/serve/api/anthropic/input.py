@@ -58,11 +58,12 @@ def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
         chat.continue_final_message = True
     unused = _tools(request, chat)
     config = request.output_config or {}
-    if (output_format := config.get("format") or request.output_format) is not None:
+    output_format = request.output_format if config.get("format") is None else config["format"]
+    if output_format is not None:
         if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
             raise bad_request("output_config.format must have type json_schema", "output_config")
         chat.response_format = output_format
-    if config.get("effort"):
+    if config.get("effort") not in (None, ""):
         chat.reasoning_effort = _text(config, "effort", "output_config")
     warnings = ["context_management has no effect in Quire"] if request.context_management else []
     return chat, [*warnings, *unused, *_left_out(request), *_thinking(request, chat)]
@@ -219,7 +220,8 @@ def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str
         if block["type"] == "tool_result":
             at = f"{where}.content[{i}]"
             call = _text(block, "tool_use_id", at)
-            content = _texts(block.get("content") or "", "tool_result", f"{at}.content")
+            given = block.get("content")
+            content = _texts("" if given is None else given, "tool_result", f"{at}.content")
             results.append({"role": "tool", "tool_call_id": call, "content": content})
             if call in names:
                 results[-1]["name"] = names[call]

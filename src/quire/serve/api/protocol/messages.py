@@ -5,7 +5,7 @@ serve/api/anthropic/answer.py makes the events of streams, which are plain objec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +15,11 @@ from quire.serve.api.protocol.receipt import Receipt
 
 
 class CountTokensRequest(ConversationFields, kw_only=True):
+    client_fields: ClassVar[dict[str, str]] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+    }
+
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None

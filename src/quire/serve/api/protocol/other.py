@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,6 +12,8 @@ from quire.serve.api.protocol.receipt import Receipt
 
 
 class GenerateRequest(SamplingFields, kw_only=True):
+    client_fields: ClassVar[dict[str, str]] = {"max_tokens": "max_new_tokens"}
+
     prompt: str | list[int]
     max_new_tokens: int | None = None
 

@@ -5,7 +5,7 @@ serve/api/responses/answer.py makes items and events, which are plain objects.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,6 +16,11 @@ from quire.serve.api.protocol.receipt import Receipt
 
 class InputTokensRequest(ConversationFields, kw_only=True):
     """The body of POST /v1/responses/input_tokens, which counts the tokens of a response's prompt."""
+
+    client_fields: ClassVar[dict[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None

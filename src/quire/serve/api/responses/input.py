@@ -155,7 +155,8 @@ def messages_of(
             case "message":
                 _add_message(messages, item, where)
             case "reasoning":
-                thought = _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
+                given = item.get("content")
+                thought = _texts([] if given is None else given, f"{where}.content", ("reasoning_text",))
                 _assistant_message(messages, "content", "tool_calls").setdefault("thoughts", []).extend(
                     thought
                 )

@@ -80,7 +80,7 @@ def _function(tool: ToolDict) -> ToolDict:
     function = {name: tool[name] for name in _KEPT if tool.get(name) is not None}
     if "name" in function:
         function["name"] = flat_name(tool)
-    function["parameters"] = tool.get("parameters") or {}
+    function["parameters"] = {} if tool.get("parameters") is None else tool["parameters"]
     return {"type": "function", "function": function}
 
 

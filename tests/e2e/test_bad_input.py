@@ -68,6 +68,12 @@ def test_truncated_safetensors(capsys, folder: Path) -> None:
     refused(capsys, "model.safetensors is not a readable safetensors file", *generate(folder, "x"))
 
 
+def test_pointers_of_git_lfs(capsys, folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4000\n"
+    (folder / "model.safetensors").write_text(pointer)
+    refused(capsys, "fetch them with git lfs pull", *generate(folder, "x"))
+
+
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, os.urandom(4096)])
 def test_corrupt_gguf(capsys, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.gguf"

@@ -340,6 +340,8 @@ def test_saturated_and_extreme_values_stay_finite() -> None:
         ({"scales": torch.full((4, OUT), float("nan")).half()}, GPTQ, "x.scales holds a scale that is not finite"),
         ({"scales": None}, GPTQ, "x.weight is quantised, but x.scales is missing"),
         ({"scales": torch.ones(3, OUT).half(), "qzeros": None}, GPTQ, r"scales for \[64, 3\] rows and groups"),
+        ({"weight_scale": torch.tensor(1.0)}, PACK, r"scales for \[\] rows and groups"),
+        ({"weight_scale": torch.ones(OUT, 0)}, PACK, r"scales for \[64, 0\] rows and groups"),
         ({"qweight": torch.zeros(12, OUT, dtype=torch.int32)}, GPTQ, "packed into 3 bits"),
         ({"qweight": torch.zeros(16, 7, dtype=torch.int32)}, GPTQ, "unknown number of bits"),
         ({"g_idx": torch.zeros(IN, dtype=torch.int32)}, GPTQ, "g_idx that does not put 32 of its 128 inputs"),
@@ -350,7 +352,8 @@ def test_saturated_and_extreme_values_stay_finite() -> None:
 def test_damaged_groups_are_refused_in_one_sentence(
     tmp_path: Path, change: dict[str, torch.Tensor | None], settings: dict[str, Any], message: str
 ) -> None:
-    tensors = {**gptq(4, 32)[0], **change}
+    layer = pack_quantized(4, 32, True) if settings is PACK else gptq(4, 32)
+    tensors = {**layer[0], **change}
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(ModelError, match=message):
         load(tmp_path, settings, [Part("x.weight", (OUT, IN), WHOLE, WHOLE)])

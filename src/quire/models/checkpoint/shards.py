@@ -20,6 +20,7 @@ from quire.types import ModelError
 
 log = logging.getLogger("quire")
 
+_LFS_POINTER = b"version https://git-lfs"  # first bytes of the file that stands for another
 _WHOLE = slice(None)
 _COMPARED, _BLOCKS = 1 << 22, 64  # a comparison of two tensors reads 2^22 elements, in 64 blocks
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -221,7 +222,10 @@ def _open(file: Path) -> Any:
     check_regular(file)
     try:
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
+            head = opened.read(len(_LFS_POINTER))
+        if head == _LFS_POINTER:
+            raise ModelError(f"{file} is a pointer of Git LFS to the weights; fetch them with git lfs pull")
+        length = int.from_bytes(head[:8], "little")
         if file.stat().st_size > length > MAX_VOCABULARY_BYTES:
             raise ModelError(
                 f"{file} has a header of {length} bytes, but the limit is {MAX_VOCABULARY_BYTES}"

@@ -59,7 +59,7 @@ class GroupedPart(ABC):
     ) -> None:
         self.tensors, self.bits = tensors, bits
         outputs, inputs = tensors.part.shape
-        if inputs % scale.shape[1] or scale.shape[0] != outputs:
+        if scale.dim() != 2 or not scale.shape[1] or inputs % scale.shape[1] or scale.shape[0] != outputs:
             raise tensors.refuse(
                 f"of shape {[outputs, inputs]} has scales for {list(scale.shape)} rows and groups, which do not divide it"
             )

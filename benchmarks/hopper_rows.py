@@ -6,7 +6,7 @@ Weights have the shapes of Llama-3.1-8B and Qwen3-0.6B. A CUDA graph multiplies 
 other, so that none is in the cache. `before` is cuBLAS for 16-bit weights, cuBLAS and the kernel that applies the
 scales for e4m3, `nibble_rows` for 4-bit ones, `packed_product` or the library behind `unpack` for int8. `limit` is the larger of the time to read the weight and the time to
 multiply, at the bandwidth and the matrix rate given. All choices of rows and outputs per block and of parts are timed
-that give at least half of the multiprocessors a block; the engine's own is marked with *.
+that make at least 50 blocks; the engine's own is marked with *.
 """
 
 from __future__ import annotations

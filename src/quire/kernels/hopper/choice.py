@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
-from quire.kernels.hopper.rows import Variant
+from quire.kernels.hopper.rows import CODE_BYTES, Variant
 
 LEAST_ROWS = 17  # fewer are multiplied by kernels that read W without the matrix units, or with fewer rows
-_CODES = {"int4": 0.5, "int8": 1.0}  # bytes of a number of W in formats that are converted in registers
+_STEP = 32  # of which rows of a tile are a multiple, so that a choice depends on rows divided by it only
 _ROWS = (32, 64, 96, 128, 192, 256)  # of tiles of x: each takes seconds to compile
 _SHORT, _LONG = 1024, 8192  # inputs up to which the library is faster sooner, and beyond which later
 _SMALL = 1 << 24  # numbers of a weight of codes that is unpacked for the library sooner
@@ -33,7 +33,7 @@ def most_rows_for(format: str, outputs: int, inputs: int, gated: bool) -> int:
         outputs, inputs: of the weight.
         gated: whether the kernel also computes the activation of a gated MLP, which saves a kernel.
     """
-    if format in _CODES:
+    if format in CODE_BYTES:
         return 256 if outputs * inputs < _SMALL else 768
     if format == "fp8":
         return 64
@@ -59,8 +59,9 @@ def variant_for(
         inputs: columns of the weight.
         sms: multiprocessors of the GPU.
     """
-    if format in _CODES:
-        tile, outs, parts = _fastest(rows, outputs, inputs, _CODES[format], sms)
+    if format in CODE_BYTES:
+        padded = -(-rows // _STEP) * _STEP
+        tile, outs, parts = _fastest(padded, outputs, inputs, CODE_BYTES[format], sms)
         return Variant(tile, outs, dtype, format, kind, group, half), parts
     padded = next(size for size in _ROWS if size >= rows)
     tiles = -(-outputs // 128)
@@ -77,11 +78,9 @@ def variants_for(
 ) -> frozenset[Variant]:  # fmt: skip
     """Return the variants for all numbers of rows; the arguments are those of `variant_for`."""
     most = most_rows_for(format, outputs, inputs, kind is not None)
-    # Up to 256 rows, the tiles change at their sizes; beyond, with the number of them.
-    counts = {size for size in _ROWS if size <= most} | set(range(256, most + 1, 16))
     return frozenset(
         variant_for(format, rows, outputs, inputs, dtype, kind, sms, group, half)[0]
-        for rows in {LEAST_ROWS, most} | counts
+        for rows in range(_STEP, most + 1, _STEP)
     )
 
 
@@ -97,7 +96,7 @@ def _fastest(rows: int, outputs: int, inputs: int, w_bytes: float, sms: int) -> 
 def _choices(rows: int, outputs: int, inputs: int, sms: int) -> Iterator[tuple[int, int, int]]:
     for tile, outs in itertools.product(_ROWS, (128, 256)):
         blocks = -(-outputs // outs) * -(-rows // tile)
-        if tile * outs > 1 << 15 or (tile < 256 and tile >= 2 * max(rows, 32)):
+        if tile * outs > 1 << 15 or (tile < 256 and tile >= 2 * rows):
             continue
         for parts in range(1, _MOST_PARTS + 1):
             if parts == 1 or (blocks * parts <= sms and parts <= inputs // _PART):

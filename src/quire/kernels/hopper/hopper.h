@@ -87,9 +87,6 @@ DEVICE u32 load_16(u32 at) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-DEVICE void load_words(u32 (&v)[4], u32 at) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at) : "memory");
-}
 
 // ------------------------------------------------------------------------------ matrix units
 

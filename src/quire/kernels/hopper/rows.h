@@ -84,12 +84,12 @@ DEVICE u32 column_of_x(u32 step, u32 part) {
     return (step * X_PER_W + place) * X_COLUMNS;
 }
 
-DEVICE void fetch_x(const TensorMap* map, Ring ring, u32 first_row, u32 begin, u32 end) {
+DEVICE void fetch_x(const TensorMap* map, Ring ring, u32 row, u32 begin, u32 end) {
     wait_for_previous_kernel();
     for (u32 step = begin; step < end; ++step)
         for (u32 part = 0; part < X_PER_W; ++part, ring.advance()) {
             wait_for(ring.when_empty(), ring.phase ^ 1);
             expect_bytes(ring.when_full(), X_BYTES);
-            fetch(ring.tile(), map, column_of_x(step, part), first_row, ring.when_full());
+            fetch(ring.tile(), map, column_of_x(step, part), row, ring.when_full());
         }
 }

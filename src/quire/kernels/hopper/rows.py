@@ -18,6 +18,7 @@ from quire.kernels.target import log_choice, target_of
 _FOLDER = Path(__file__).parent
 _FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.uint8: "int4", torch.int8: "int8"}
 FORMATS = ("half", "fp8", "int4", "int8")
+CODE_BYTES = {"int4": 0.5, "int8": 1.0}  # of a number of W, in formats that are converted in registers
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
 _BESIDE = 1024 + 1024 + 512  # bytes beside the rings: alignment, reserve of the system, barriers
@@ -60,7 +61,7 @@ class Variant:
     @property
     def in_registers(self) -> bool:
         """Return whether W is converted in registers, from which the matrix units take it."""
-        return self.format in ("int4", "int8")
+        return self.format in CODE_BYTES
 
     @property
     def _scale_bytes(self) -> int:
